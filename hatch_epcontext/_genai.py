@@ -75,9 +75,11 @@ def genai_folder(
         is_source = variant.target == loader.SOURCE
         # In an editable install the source is the project's own.
         folder = root / variant.folder if is_source else root / name
-        if not (folder / _CONFIG).is_file():
+        if variant.problem is None and not (folder / _CONFIG).is_file():
             raise loader.LoadError(f"{name!r} is no language model of {root}")
         try:
+            if variant.problem is not None:
+                raise variant.problem  # noqa: TRY301
             overlay = json.loads((root / name / variant.target / _OVERLAY).read_bytes())
             if not is_source:
                 providers = _ready(loader, variant, request, overlay)

@@ -31,7 +31,8 @@ class Runner:
         self._lock, self._runs = threading.Lock(), Counter[str]()
         self._opened: dict[tuple[int, Any], tuple[TargetAttempt, Any]] = {}
         # The axis of the batch in each input and output; empty if it is not split.
-        self._axes: Mapping[str, Mapping[str, int]] = ways[0][0][0].batch
+        batches = (variant.batch for sizes, _ in ways for variant in sizes)
+        self._axes: Mapping[str, Mapping[str, int]] = next(filter(None, batches), {})
         sessions = (self._open(sizes[0], way) for sizes, way in ways)
         if (first := next(filter(None, sessions), None)) is None:
             message = f"the model {name!r} cannot be opened on this machine:"

@@ -19,7 +19,7 @@ from hatch_epcontext.config.environ import reason_to_skip
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.package.wheel import OUTPUT, ProjectMetadata
+from hatch_epcontext.package.wheel import OUTPUT
 from hatch_epcontext.project_build import ProjectBuild, Terminal, message_of
 from hatch_epcontext.system import terminated_as_error, writing
 
@@ -58,7 +58,7 @@ def _build_editable(
 ) -> str:
     name: str = _backend().build_editable(wheel_directory, config_settings, metadata_directory)
     with _reported() as build:
-        build.install_editable()
+        build.install_editable(Path(wheel_directory, name))
     return name
 
 
@@ -157,7 +157,7 @@ class _Build(ProjectBuild):
         self.show_overrides(config)
         project = finished.project
         wheel.check_app(config.targets, project.dependencies)
-        tag = finished.checked_tag(config)
+        tag = finished.checked_tag(config.of_wheel())
         tree = {name: self._source_of(name) for name in finished.names}
         output = wheel.output_folder(config.output, tree)
         earlier = self._earlier(output, output)
@@ -193,8 +193,10 @@ class _Build(ProjectBuild):
         self.check_size(written)
         return written.name
 
-    def install_editable(self) -> None:
-        """Write the models' package of an editable install into the project."""
+    def install_editable(self, built: Path) -> None:
+        """Write the models' package of an editable install into the project; ``built``: its wheel."""
+        from hatch_epcontext.package.repack import FinishedWheel
+
         config = self.begin()
         if config is None or config.editable == "skip":
             return
@@ -204,8 +206,7 @@ class _Build(ProjectBuild):
             hint = 'For example "my_app/epcontext".'
             skip = Setting(Key() / "editable", "skip")
             raise ConfigError(Problem.at(OUTPUT, Kind.MISSING_KEY, message, hint, skip))
-        # Its version is only in the report's name.
-        project = ProjectMetadata(self.root.name, "editable")
+        project = FinishedWheel(built).project
         self.editable_package(config, project, self._folder_of(config.output), config.output)()
 
     def _is_skipped(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -71,7 +70,7 @@ class HatchBuild(ProjectBuild):
         build_data["force_include"].update(package.entries(output))
         if config.wheel.sbom:
             build_data["sbom_files"].append(str(self.write_sbom(result, package, project)))
-        self._set_tag(wheel.tag(config), build_data)
+        self._set_tag(wheel.tag(config.of_wheel()), build_data)
         self._finish = lambda path: self.verify(path, place, package, result)
 
     def install_editable(self) -> None:
@@ -112,18 +111,9 @@ class HatchBuild(ProjectBuild):
     def _project(self) -> ProjectMetadata:
         from hatch_epcontext.package.wheel import ProjectMetadata
 
-        core = self._metadata.core
-        dependencies = (
-            *core.dependencies,
-            *itertools.chain.from_iterable(core.optional_dependencies.values()),
-        )
-        return ProjectMetadata(
-            core.name,
-            self._metadata.version,
-            core.license_expression or None,
-            dependencies,
-            "pyinstaller40" in core.entry_points,
-        )
+        metadata = self._selection.core_metadata_constructor(self._metadata)
+        freezes = "pyinstaller40" in self._metadata.core.entry_points
+        return ProjectMetadata.read(metadata, freezes=freezes)
 
     def _overridden(self) -> Config:
         config = self.config(self._hook_table)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import math
 import ntpath
 import operator
@@ -23,6 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 # Other modules are imported where they are needed: importing this one costs an app almost nothing.
@@ -48,6 +50,13 @@ CPU_EP = "CPUExecutionProvider"
 _MANIFEST = "manifest.json"
 _UNUSED = 30 * 24 * 60 * 60.0  # The seconds until an unused folder in the user's cache is removed.
 _CHANGED = "was changed: its sha256 differs from the recorded one"
+
+# What is read of a variant in a companion that is not installed.
+_ELSEWHERE: dict[str, Any] = {
+    "variant_directory": "elsewhere",
+    "ep": "",
+    "executor_info": {"ort": {"model_file": "elsewhere"}},
+}
 
 _LOCK = "_epcontext_lock"  # The attribute of onnxruntime with the lock of this process.
 
@@ -225,7 +234,10 @@ def path(name: str, target: str | None = None, *, package: Folder | None = None)
 
     ``target`` is the first of the model's targets by default. Raises LoadError as `load` does.
     """
-    ((variant, *_), _), *_ = _choose(_package(package), name, Request(target, shapes={}))
+    ways = _choose(_package(package), name, Request(target, shapes={}))
+    variant = min((sizes[0] for sizes, _ in ways), key=lambda first: first.problem is not None)
+    if variant.problem is not None:
+        raise LoadError(f"{name!r} on {variant.target}: {variant.problem}")
     yield variant.package.on_disk(variant)
 
 
@@ -268,6 +280,8 @@ class Package:
             # What is in an archive, which is no path, is copied into the user's cache.
             self._is_portable = not is_installed or not isinstance(root, os.PathLike)
             about = _about(manifest)
+            # The requirement that installs each companion, by its import package.
+            self.companions = texts(about, "companions")
             self.files: dict[str, dict[str, Any]] = get(about, "files", dict, {})
             for name, recorded in self.files.items():
                 self.inside(name)
@@ -276,8 +290,13 @@ class Package:
             for component, body in get(manifest, "components", dict).items():
                 about = _about(body)
                 variants = self.models.setdefault(get(about, "model", str, component), [])
-                for target, entry in get(body, "variants", dict).items():
-                    variants.append(Variant(self, component, target, entry, about))
+                own, modules = get(body, "variants", dict), texts(about, "modules")
+                for target in dict.fromkeys((*modules, *own)):
+                    # In an editable install the source replaces the CPU's targets.
+                    is_source = texts(about, "targets").get(target) == CPU_EP
+                    if target in own or (modules[target] and not is_source):
+                        entry = own.get(target, _ELSEWHERE)
+                        variants.append(Variant(self, component, target, entry, about))
         except Exception as error:
             # Of any kind: archives raise their own errors.
             raise LoadError(f"{root / _MANIFEST} cannot be read ({error})") from None
@@ -295,19 +314,11 @@ class Package:
         """
         files = self.files_of(variant)
         if verify:
-            import hashlib
-
-            # A file cannot contain its own sha256: that of the manifest is with zeros in this place.
-            text = self._text.replace(self._checksum.encode() or b"?", b"0" * 64)
-            if hashlib.sha256(text).hexdigest() != self._checksum:
-                raise LoadError(f"{_MANIFEST} {_CHANGED}")
+            self.verify()
             for path in (self.root / variant.folder).rglob("*") if self._is_portable else ():
                 name = path.relative_to(self.root).as_posix()
                 if name not in self.files and path.is_file() and "__pycache__" not in path.parts:
                     raise LoadError(f"{name} is not in the manifest, and cannot be verified")
-            # Frozen apps have their modules elsewhere.
-            modules = [n for n in self.files if "/" not in n and (self.root / n).is_file()]
-            files |= {name: self.files[name] for name in modules}
         file: Path = self.root / variant.file
         if reason := damage(self.root, files, verify=verify):
             raise LoadError(reason)
@@ -315,6 +326,19 @@ class Package:
         if not os.path.isfile(file):  # noqa: PTH113
             raise LoadError(f"{variant.file} is missing in {self.root}")
         return file
+
+    def verify(self) -> None:
+        """Raise LoadError if the manifest or a module differs from what is recorded."""
+        import hashlib
+
+        # A file cannot contain its own sha256: that of the manifest is with zeros in this place.
+        text = self._text.replace(self._checksum.encode() or b"?", b"0" * 64)
+        if hashlib.sha256(text).hexdigest() != self._checksum:
+            raise LoadError(f"{_MANIFEST} {_CHANGED}")
+        # Frozen apps have their modules elsewhere.
+        names = [n for n in self.files if "/" not in n and (self.root / n).is_file()]
+        if reason := damage(self.root, {name: self.files[name] for name in names}, verify=True):
+            raise LoadError(reason)
 
     def files_of(self, variant: Variant) -> dict[str, dict[str, Any]]:
         """What is recorded of the files that a session of ``variant`` reads, by their names."""
@@ -389,6 +413,11 @@ class Variant:
         self.batch: dict[str, dict[str, int]] = get(model, "batch", dict, {})
         # In an editable install: the EPs of the configured targets, of which it has the source alone.
         self.configured = texts(model, "targets")
+        # Of the companion that has it, if this package has not; and why that cannot be used.
+        self.module = texts(model, "modules").get(target, "")
+        self.problem: Exception | None = None
+        # Identifies the source model and its sizes.
+        self.identity = get(model, "identity", str, "")
 
     def fits(self, request: Request) -> bool:
         """Whether the shapes are large enough in every dimension; open dimensions are."""
@@ -460,15 +489,18 @@ def sha256(file: Any) -> str:
     return digest.hexdigest()
 
 
-def _package(folder: Folder | None, verify: bool = False) -> Package:
-    """The package in ``folder``, or the one that contains this module; read again when it changed."""
+def _package(folder: Folder | None, verify: bool = False, module: str = "") -> Package:
+    """The package in ``folder``, or the one that contains this module; read again when it changed.
+
+    ``module``: the name by which Python imports ``folder``, if it is a companion.
+    """
     from pathlib import Path
 
     root = Path(__file__).parent if folder is None else Path(folder)
-    if folder is None and not root.is_dir():
+    if (module or folder is None) and not root.is_dir():
         try:
-            # This module is inside an archive.
-            root = Package(_files(__name__)).unpacked(verify=verify)
+            # The module is inside an archive.
+            root = Package(_files(module or __name__)).unpacked(verify=verify)
         except Exception as error:
             raise LoadError(f"{root} cannot be read ({error})") from error
     with contextlib.suppress(OSError, ValueError):
@@ -479,6 +511,32 @@ def _package(folder: Folder | None, verify: bool = False) -> Package:
 
 _files = functools.cache(lambda name: importlib.import_module("importlib.resources").files(name))
 _read = functools.lru_cache(maxsize=16)(lambda root, *_: Package(root))
+
+
+def _found(variant: Variant, request: Request) -> Variant:
+    """``variant``, or that in its companion; one with a ``problem`` if there is none."""
+    package, module = variant.package, variant.module
+    if not module:
+        return variant
+    install = f"pip install {package.companions.get(module, module)!r}"
+    try:
+        if request.verify:
+            # It says what the companion must be.
+            package.verify()
+        # Nothing is imported for a name without dots.
+        spec = find_spec(module) if module.isidentifier() else None
+        if spec is None or not spec.submodule_search_locations:
+            raise SkipTargetError(f"its models are not installed: {install}")  # noqa: TRY301
+        companion = _package(spec.submodule_search_locations[0], request.verify, module)
+        key = variant.component, variant.target, variant.identity
+        for other in itertools.chain.from_iterable(companion.models.values()):
+            if key == (other.component, other.target, other.identity):
+                return other
+        raise LoadError(f"{module} is for another version of this model: {install}")  # noqa: TRY301
+    except Exception as error:
+        # Of any kind: importers of others may be broken.
+        variant.problem = error.with_traceback(None)
+        return variant
 
 
 def _choose(
@@ -501,12 +559,17 @@ def _choose(
     if target is not None and target not in known:
         raise LoadError(f"unknown target {target!r}. Known: {', '.join(known) or 'none'}.")
     # An editable install may have source models alone.
-    if request.recompile and known != [SOURCE] and not any(v.prepared for v in variants):
+    if (
+        request.recompile
+        and known != [SOURCE]
+        and not any(v.prepared or v.module for v in variants)
+    ):
         raise LoadError(f"recompile needs a target of {name!r} with recompile = true")
     targets = [target for target in known if request.fallback or target != SOURCE]
     targets = targets if target is None else [target]
     if not targets:
         raise LoadError(f"the model {name!r} has no targets in {package.root}")
+    variants = [_found(variant, request) for variant in variants if variant.target in targets]
     for input_name, shape in request.shapes.items():
         inputs = variants[0].inputs
         sizes = inputs.get(input_name, [])
@@ -533,6 +596,8 @@ def open_variant(way: Any, sizes: list[Variant], request: Request) -> tuple[Targ
     """Open the first of these ``sizes``; return the attempt, and the session or None."""
     variant = sizes[0]
     try:
+        if variant.problem is not None:
+            raise variant.problem  # noqa: TRY301
         if not variant.fits(request):
             shapes = ", ".join(str(other.inputs) for other in sizes)
             raise SkipTargetError(f"none of its shapes is large enough: {shapes}")  # noqa: TRY301

@@ -26,6 +26,7 @@ from hatch_epcontext.text import printable, show_size
 if TYPE_CHECKING:
     from hatch_epcontext.jobs.processes.process import Workers
     from hatch_epcontext.package.bundle import Bundle
+    from hatch_epcontext.package.companions import Companion
     from hatch_epcontext.package.wheel import ProjectMetadata, Tree
 
 
@@ -80,7 +81,7 @@ class ProjectBuild:
         if editable and config.editable != "compile":
             reads = config.editable == "source" and not config.environment.only_from_cache
             return list(INSPECTION) if reads else []
-        return [*plan(config).requirements, *cache_requirements(config.build)]
+        return [*plan(config.of_wheel()).requirements, *cache_requirements(config.build)]
 
     def show_overrides(self, config: Config) -> None:
         """Print the environment variables that count."""
@@ -156,11 +157,13 @@ class ProjectBuild:
         from hatch_epcontext.package.bundle import bundle
         from hatch_epcontext.package.wheel import repeated_models, unused_platforms
 
-        if line := unused_platforms(config):
+        installing, own = self._companions(config, project), config.of_wheel()
+        if line := unused_platforms(own):
             self.terminal.info(line)
         staging = self.temp_dir()
-        result = self.compile(config, project, staging)
-        package = bundle(result, staging, _modules(config, project, output))
+        result = self.compile(own, project, staging)
+        modules = _modules(config, project, output)
+        package = bundle(result, staging, modules, None, installing)
         if warning := repeated_models(result, packed):
             self.terminal.warn(warning)
         return result, package
@@ -176,10 +179,12 @@ class ProjectBuild:
         from hatch_epcontext.package.folder import publish, refuse_others
 
         refuse_others(folder, edited=True)
-        staging = self.temp_dir()
-        compiles = config.editable == "compile"
-        result = self.compile(config, project, staging) if compiles else self.read(config, staging)
-        package = bundle(result, staging, _modules(config, project, output), folder)
+        staging, companions = self.temp_dir(), self._companions(config, project)
+        if config.editable == "compile":
+            result = self.compile(config.of_wheel(), project, staging)
+        else:
+            result = self.read(config, staging)
+        package = bundle(result, staging, _modules(config, project, output), folder, companions)
 
         def write() -> None:
             with writing("the package of the editable install", folder, str(folder)):
@@ -187,6 +192,36 @@ class ProjectBuild:
             self.terminal.info(f"wrote {folder}")
 
         return write
+
+    def _companions(self, config: Config, project: ProjectMetadata) -> Mapping[str, str]:
+        """The requirement that installs each companion, by its import package."""
+        if not config.companions:
+            return {}
+        from hatch_epcontext.package.companions import pinned
+
+        return {its.module: its.requirement for its in pinned(config, project)}
+
+    def write_companion(
+        self, config: Config, project: ProjectMetadata, companion: Companion
+    ) -> Path:
+        """Compile what is in ``companion`` of ``project``; returns its wheel, which `close` removes."""
+        from hatch_epcontext.package.bundle import bundle
+        from hatch_epcontext.package.companions import write_wheel
+        from hatch_epcontext.package.wheel import ProjectMetadata
+
+        own, staging = config.of_wheel(companion.name), self.temp_dir()
+        about = ProjectMetadata(companion.name, companion.version)
+        result = self.compile(own, about, staging)
+        module = staging / "__init__.py"
+        module.write_text(f'"""Models of {project.name}."""\n', encoding="utf-8", newline="\n")
+        package = bundle(result, staging, {module.name: module})
+        sbom = self.write_sbom(result, package, about) if own.wheel.sbom else None
+        with writing("the wheel of a companion", staging):
+            wheel = write_wheel(
+                companion, project.name, own, result.sources, package, sbom, staging
+            )
+        self.verify(wheel, PurePosixPath(companion.module), package, result)
+        return wheel
 
     def write_sbom(self, result: Result, package: Bundle, project: ProjectMetadata) -> Path:
         """Write the SBOM of the models; warns of those without a license."""

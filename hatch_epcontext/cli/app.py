@@ -18,6 +18,7 @@ SUMMARIES: Mapping[str, str] = {
     "bench": "Measure how much faster compiled models open.",
     "build": "Compile and validate a project's models, without a wheel.",
     "cache": "Show and clean the cache of artifacts.",
+    "companions": "Build the wheels of a project's companions.",
     "compile": "Compile any models, and validate the results.",
     "doctor": "Show what this environment can compile for.",
     "export": "Write the model package of a project.",

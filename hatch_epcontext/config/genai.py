@@ -119,10 +119,15 @@ def stages(model: Model) -> tuple[Model, ...]:
     plain = dataclasses.replace(model, targets=still_open, static_shapes=False, shapes=shapes)
     if not fixed:
         return (plain,)
+    modules, its = model.modules, {target.name for target in fixed}
+    in_stages = {name: module for name, module in modules.items() if name in its}
+    rest = {name: module for name, module in modules.items() if name not in its}
+    plain = dataclasses.replace(plain, modules=rest)
     names = config.cached or tuple(dict.fromkeys((str(genai.chunk), "1")))
     members = tuple(f"{model.name}.{name}" for name in names)
     common: dict[str, Any] = {
         "targets": fixed,
+        "modules": in_stages,
         "fallback": "none",
         "shape_set": ShapeSet(model.name, members, tuple(target.name for target in model.targets)),
         "share_weights": f"{model.name}.shared" if len(names) > 1 else None,

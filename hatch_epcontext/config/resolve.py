@@ -27,12 +27,15 @@ from hatch_epcontext.config.paths import (
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
+    Genai,
     Model,
     OptionFile,
     Quantize,
     Target,
+    module_of,
 )
 from hatch_epcontext.config.tables import (
+    FallbackTable,
     ModelTable,
     QuantizeTable,
     RootTable,
@@ -51,6 +54,7 @@ from hatch_epcontext.files import mentions
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import Profile, Provider
+from hatch_epcontext.shipped import SOURCE
 from hatch_epcontext.text import listing, show, suggestion, toml_key
 
 _OPTIONS = ("provider_options", "session_options", "load_options")
@@ -125,8 +129,11 @@ class Resolver:
     def _selected(self, model: Model) -> Model:
         """``model`` with those of its targets that the environment selects."""
         names = self._environment.targets
-        targets = (target for target in model.targets if names is None or target.name in names)
-        return dataclasses.replace(model, targets=tuple(targets))
+        targets = [target for target in model.targets if names is None or target.name in names]
+        companions = {**_companions(targets, model.genai), SOURCE: model.companion}
+        modules = {name: module_of(its) if its else "" for name, its in companions.items()}
+        modules = modules if any(modules.values()) else {}
+        return dataclasses.replace(model, targets=tuple(targets), modules=modules)
 
     def _relative(self, path: Path) -> str:
         inside = path.is_relative_to(self._root)
@@ -177,13 +184,18 @@ class Resolver:
             from hatch_epcontext.config.genai import read_folder
 
             path, table, genai = yield from read_folder(key, table, path, self._targets)
-            fallback = "source"
+            fallback = fallback if isinstance(fallback, FallbackTable) else "source"
         elif table.context_length is not None and not self._finder.pending:
             message = "is for a folder of onnxruntime-genai, and this is a single model."
             yield Problem.at(key / "context-length", Kind.NOT_APPLICABLE, message, "Remove it.")
         validate = yield from self._validate(key / "validate", table.validate)
         targets = yield from self._targets_of(key, table)
         targets = tuple(_with_plugins(target, path) for target in targets)
+        companion = fallback.companion if isinstance(fallback, FallbackTable) else None
+        if genai and any(its != companion for its in _companions(targets, genai).values()):
+            message = "is one folder, and all its targets have to be in the wheel with the folder."
+            hint = "Name one companion in them and in fallback = { companion = ... }, or none."
+            yield Problem.at(key, Kind.INVALID_COMPANION, message, hint)
         model = Model(
             name=name,
             path=path,
@@ -192,7 +204,8 @@ class Resolver:
             validate=validate,
             targets=targets,
             share_weights=table.share_weights,
-            fallback=fallback,
+            fallback="source" if isinstance(fallback, FallbackTable) else fallback,
+            companion=companion,
             cut=Cut(table.cut.inputs, table.cut.outputs) if table.cut else Cut(),
             license=table.license,
             download=_download(table),
@@ -280,6 +293,7 @@ class Resolver:
             files=tuple(files),
             profiles=profiles,
             platforms=table.platforms or (),
+            companion=table.companion,
             requirements=table.requirements,
             min_coverage=table.min_coverage,
             resources=table.resources or {},
@@ -343,6 +357,15 @@ def _forms(model: Model, table: ModelTable) -> tuple[Model, ...]:
 
         return stages(model)
     return expand(model, table)
+
+
+def _companions(targets: Iterable[Target], genai: Genai | None) -> dict[str, str | None]:
+    """The companion of each of ``targets``; onnxruntime-genai optimizes what it opens, and needs no other."""
+    return {
+        target.name: target.companion
+        for target in targets
+        if genai is None or target.provider.product != "optimized"
+    }
 
 
 def _download(table: ModelTable) -> Download | None:

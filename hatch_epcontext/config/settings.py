@@ -43,6 +43,11 @@ SYNTHETIC = ("ones", "random", "zeros")
 """Names of generated dummy inputs."""
 
 
+def module_of(companion: str) -> str:
+    """The import package in the wheel of the distribution ``companion``."""
+    return companion.replace("-", "_")
+
+
 @dataclass(frozen=True)
 class Quantize:
     """How a float model is quantized: the integers of its activations and of its weights."""
@@ -124,7 +129,8 @@ class Target:
     the keys that the model changes. ``profiles`` are also in ``settings.provider_options``, in the EP's
     form. With ``from_cache`` nothing is compiled for the target in this build. ``files``: those that its
     options name. ``resources``: those that a dask worker must have for it. ``calibration``: the absolute
-    path of the calibration inputs, empty if models are not quantized.
+    path of the calibration inputs, empty if models are not quantized. ``companion``: the distribution of the
+    companion wheel with its artifacts, if that is not the app's own.
     """
 
     name: str
@@ -141,6 +147,7 @@ class Target:
     from_cache: bool = False
     resources: Mapping[str, float] = field(default_factory=dict)
     calibration: str = ""
+    companion: str | None = None
 
     def place(self, name: str) -> Key:
         """Where the key ``name`` is written, or belongs."""
@@ -215,6 +222,10 @@ class Model:
     license expression. ``validate.inputs`` is one of `SYNTHETIC`, or an absolute path. ``download``: where
     a model comes from that is not in the project; ``path`` is then its place in the user's cache. ``genai``:
     for a language model in a folder of onnxruntime-genai.
+    ``companion``: the distribution of the companion wheel with the source. ``modules``: if there are
+    companions, the import package of the one that each of its targets is in, in order and with the source;
+    empty for the app's own wheel. ``content``: of a model that the build has written, identifies what it was
+    made of.
     """
 
     name: str
@@ -235,6 +246,9 @@ class Model:
     download: Download | None = None
     origin: Path | None = None
     genai: Genai | None = None
+    companion: str | None = None
+    modules: Mapping[str, str] = field(default_factory=dict)
+    content: str = ""
 
     def place(self, name: str) -> Key:
         """The place of ``dims`` or ``shapes`` in the configuration: of its table, if they are a list."""
@@ -328,6 +342,42 @@ class Config:
     def on_this_machine(self) -> Config:
         """The same configuration with all jobs on this machine."""
         return dataclasses.replace(self, build=dataclasses.replace(self.build, scheduler=None))
+
+    @property
+    def companions(self) -> Mapping[str, Key]:
+        """The distributions of all companion wheels, each with the key that names it first."""
+        keys: dict[str, Key] = {}
+        for model in self.models:
+            for target in model.targets:
+                if target.companion is not None:
+                    keys.setdefault(target.companion, target.place("companion"))
+            if model.companion is not None:
+                keys.setdefault(model.companion, model.key / "fallback" / "companion")
+        return keys
+
+    def of_wheel(self, companion: str | None = None) -> Config:
+        """The configuration for what is in the app's own wheel, or in the wheel ``companion``."""
+        if not self.companions:
+            return self
+        models = []
+        for model in self.models:
+            changes: dict[str, Any] = {
+                "targets": tuple(t for t in model.targets if t.companion == companion)
+            }
+            if companion is not None:
+                changes["modules"] = {}
+                changes["fallback"] = "source" if model.companion == companion else "none"
+            elif model.companion is not None:
+                changes["fallback"] = "none"
+            models.append(dataclasses.replace(model, **changes))
+        if companion is None:
+            return dataclasses.replace(self, models=tuple(models))
+        return dataclasses.replace(
+            self,
+            models=tuple(m for m in models if m.targets or m.fallback != "none"),
+            wheel=dataclasses.replace(self.wheel, tag="auto"),
+            unused=(),
+        )
 
     @property
     def targets(self) -> tuple[Target, ...]:

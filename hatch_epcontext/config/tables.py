@@ -102,6 +102,10 @@ _PLATFORM = must_be(
     'the platform tag of a wheel, such as "win_arm64" or "manylinux_2_34_aarch64"',
     lambda value: re.fullmatch(r"[a-z0-9_]+", value),
 )
+_DISTRIBUTION = must_be(
+    'the normal form of a distribution\'s name, such as "my-app-models-npu"',
+    lambda value: re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", value),
+)
 _PACKAGE = must_be(
     'the path of a package in the wheel, such as "my_app/epcontext"',
     lambda value: all(map(str.isidentifier, value.split("/"))),
@@ -179,6 +183,18 @@ class ProfileTable:
     min: tuple[int, ...] = declare("The smallest shape.", (), required=True)
     opt: tuple[int, ...] = declare("The shape to optimize for.", (), required=True)
     max: tuple[int, ...] = declare("The largest shape.", (), required=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FallbackTable:
+    """``fallback`` of a source model that a companion wheel contains."""
+
+    companion: str = declare(
+        "The companion wheel with the source model: the name of its distribution.",
+        "",
+        required=True,
+        check=_DISTRIBUTION,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +335,12 @@ class TargetTable:
         when_missing="any",
         items=_PLATFORM,
     )
+    companion: str | None = declare(
+        "The companion wheel with what is compiled for this target: the name of its distribution, which an "
+        "extra of the app pins: see `docs/companions.md`.",
+        when_missing="the app's own wheel",
+        check=_DISTRIBUTION,
+    )
     requirements: tuple[str, ...] | None = declare(
         "Packages to install for compiling, instead of the provider's own.",
         when_missing="the provider's",
@@ -423,7 +445,7 @@ class ModelTable:
         "it leaves out: see `docs/targets.md#a-target-of-a-model`.",
         when_missing="all",
     )
-    fallback: Fallback | None = declare(
+    fallback: Fallback | FallbackTable | None = declare(
         "As `fallback` of the root, for this model.", when_missing="that of the root"
     )
     share_weights: str | None = declare(
@@ -538,9 +560,9 @@ class RootTable:
         when_missing="`<import package>/epcontext`",
         check=_PACKAGE,
     )
-    fallback: Fallback = declare(
-        "Whether the source model is shipped too: `auto` if no target runs on every machine, as `cpu` does, "
-        "`source` always, `none` never.",
+    fallback: Fallback | FallbackTable = declare(
+        "Whether the source model is shipped too: `auto` if no target in the wheel runs on every machine, as "
+        "`cpu` does, `source` always, `none` never; a table ships it in a companion wheel.",
         "auto",
     )
     editable: Editable = declare(

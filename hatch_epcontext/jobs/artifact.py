@@ -191,6 +191,15 @@ class Source:
     origin: FileRecord | None = None
 
     @property
+    def identity(self) -> str:
+        """The hex sha256 of what its artifacts compute: of its content and its sizes.
+
+        Of a model that the build has written, what it was made of counts: releases of onnx write other bytes.
+        """
+        model = self.model
+        return value_sha256([model.content or self.sha256, model.dims, model.shapes])
+
+    @property
     def license(self) -> str | None:
         """The license that the configuration gives, or else the model itself."""
         return self.model.license or self.facts.license

@@ -21,6 +21,7 @@ _NOT_COMPILED = frozenset(
     {
         *("path", "key", "listed", "validate", "targets", "share_weights"),
         *("shape_set", "fallback", "cut", "license", "download", "origin", "genai"),
+        *("companion", "modules", "content"),
     }
 )
 """Fields of a model that do not change what is compiled. All others count, including future ones."""
@@ -152,7 +153,7 @@ class Plan:
 
 def plan(config: Config) -> Plan:
     """The plan for ``config``; raises ConfigError when its targets cannot be built in one environment."""
-    return Plan(config, _jobs(config), _requirements(config))
+    return Plan(config, jobs_of(config), _requirements(config))
 
 
 def _requirements(config: Config) -> tuple[str, ...]:
@@ -161,7 +162,8 @@ def _requirements(config: Config) -> tuple[str, ...]:
     return requirements(config.targets) if config.build.scheduler is None else FARM
 
 
-def _jobs(config: Config) -> tuple[Job, ...]:
+def jobs_of(config: Config) -> tuple[Job, ...]:
+    """The jobs of ``config``; raises ConfigError for models that cannot be compiled together."""
     jobs: list[Job] = []
     problems: list[Problem] = []
     for model in config.models:
@@ -210,7 +212,15 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
                     f"Remove {name}, or the group.",
                 )
     for model, target in others:
-        if dataclasses.replace(target, changes=first.changes) != first:
+        if target.companion != first.companion:
+            yield Problem.at(
+                target.place("companion"),
+                Kind.INVALID_COMPANION,
+                f"{model.name} shares weights with {members[0][0].name}, which is in another wheel, and "
+                "one sidecar is in one wheel.",
+                "Remove the key from the models, and set it in the target.",
+            )
+        elif dataclasses.replace(target, changes=first.changes) != first:
             yield Problem.at(
                 model.key / "share-weights",
                 Kind.INVALID_SHARING,

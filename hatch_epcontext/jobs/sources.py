@@ -57,22 +57,24 @@ def cut_models(config: Config, cache: Cache, workers: Workers, staging: Path) ->
         return config
     done: dict[str, Model] = {}
     for number, models in enumerate(groups.values()):
-        path = _cut_model(models[0], cache, workers, staging / "cut" / str(number))
+        path, content = _cut_model(models[0], cache, workers, staging / "cut" / str(number))
         for model in models:
-            done[model.name] = replace(model, path=path, constants={}, origin=model.path)
+            done[model.name] = replace(
+                model, path=path, constants={}, origin=model.path, content=content
+            )
     return replace(config, models=tuple(done.get(model.name, model) for model in config.models))
 
 
-def _cut_model(model: Model, cache: Cache, workers: Workers, scratch: Path) -> Path:
-    """The path of ``model`` after it was cut, below ``scratch``."""
+def _cut_model(model: Model, cache: Cache, workers: Workers, scratch: Path) -> tuple[Path, str]:
+    """The path of ``model`` after it was cut, below ``scratch``, and its `Model.content`."""
     source, index, folder = model.path, cache.index, scratch / "model"
-    versions = hatch_epcontext.__version__, FORMAT
-    key = value_sha256([*versions, index.sha256(source), source.name, model.cut, model.constants])
+    change = [index.sha256(source), model.cut, model.constants]
+    key = value_sha256([hatch_epcontext.__version__, FORMAT, source.name, *change])
     cut = cache.get("cut", key, _CutModel, folder)
     data = {} if cut is None else {source.parent / name: sha for name, sha in cut.data.items()}
     # The external data of the whole model may have changed since it was cut.
     if cut and all(is_regular(file) and index.sha256(file) == sha for file, sha in data.items()):
-        return folder / source.name
+        return folder / source.name, value_sha256([*change, cut.data])
     check_environment((), INSPECTION)
     shutil.rmtree(folder, ignore_errors=True)
     with writing("a cut model", scratch):
@@ -87,7 +89,7 @@ def _cut_model(model: Model, cache: Cache, workers: Workers, scratch: Path) -> P
     sha256 = {name: index.sha256(source.parent / name) for name in reply.data}
     files = {name: record_file(folder / name) for name in reply.files}
     cache.put("cut", key, _CutModel(files, sha256), folder)
-    return folder / source.name
+    return folder / source.name, value_sha256([*change, sha256])
 
 
 def read_sources(

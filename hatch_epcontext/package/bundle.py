@@ -50,21 +50,30 @@ class Bundle:
 
 
 def bundle(
-    result: Result, staging: Path, modules: Mapping[str, Path], installed: Path | None = None
+    result: Result,
+    staging: Path,
+    modules: Mapping[str, Path],
+    installed: Path | None = None,
+    companions: Mapping[str, str] | None = None,
 ) -> Bundle:
     """Put the artifacts, the sources if they are shipped, and the manifest into a folder in ``staging``.
 
     ``modules``: the Python modules that the folder gets too, by their path in it, each with its file.
     ``installed``: the folder in the project for which it is made, for an editable install. Its manifest has
     the sources' own paths, so that the app sees an edited model. Only those that the build has written are in
-    it, which are nowhere else, and those from elsewhere, which nobody edits.
+    it, which are nowhere else, and those from elsewhere, which nobody edits. ``companions``: as in
+    `manifest.make`.
     """
     with writing("the model package", staging):
-        return _bundle(result, staging / PACKAGE, modules, installed)
+        return _bundle(result, staging / PACKAGE, modules, installed, companions)
 
 
 def _bundle(
-    result: Result, folder: Path, modules: Mapping[str, Path], installed: Path | None
+    result: Result,
+    folder: Path,
+    modules: Mapping[str, Path],
+    installed: Path | None,
+    companions: Mapping[str, str] | None,
 ) -> Bundle:
     folder.mkdir(exist_ok=True)
     for built in result.built:
@@ -103,7 +112,8 @@ def _bundle(
         ignore = folder / ".gitignore"
         ignore.write_text("*\n", encoding="utf-8", newline="\n")
         files[ignore.name] = record_file(ignore)
-    package = manifest.make(result, places, files, "portable" if installed is None else "installed")
+    layout: manifest.Layout = "portable" if installed is None else "installed"
+    package = manifest.make(result, places, files, layout, companions)
     with_manifest = {**files, manifest.FILE: record_file(manifest.save(package, folder))}
     return Bundle(folder, with_manifest, own, package)
 

@@ -44,31 +44,36 @@ UNSEALED = "0" * 64
 class PackageMetadata:
     """``files`` are the files of the package by path, all but the manifest itself.
 
-    ``manifest_sha256``: of the manifest's text, with `UNSEALED` in its place.
+    ``manifest_sha256``: of the manifest's text, with `UNSEALED` in its place. ``companions``: for the import
+    package of each companion, the requirement that installs it, such as ``"my-app[npu]"``.
     """
 
     generator: str
     files: Mapping[str, FileRecord]
+    companions: Mapping[str, str] = field(default_factory=dict)
     manifest_sha256: str = UNSEALED
 
 
 @dataclass(frozen=True)
 class ComponentMetadata:
-    """A model: the name by which the app loads it, and the hex sha256 of its source.
+    """A model: the name by which the app loads it, and the hex sha256 that `Source.identity` is.
 
     ``inputs`` and ``outputs`` are those of the source, with the configured shapes. ``shapes``: in the first
     component of a model with several shapes, the shapes of the inputs of each component, by its name.
     ``batch``: the axis of the batch, as in `Validation`; a target's own validation here has none.
     ``targets``: in an editable install, the EPs of the configured targets, whether it has them or not.
+    ``modules``: if companions have some of its targets, the import package of each target in order; it is
+    empty for those in this package.
     """
 
     model: str
-    source_sha256: str
+    identity: str
     inputs: tuple[TensorFacts, ...]
     outputs: tuple[TensorFacts, ...]
     shapes: Mapping[str, Mapping[str, tuple[Size, ...] | None]] = field(default_factory=dict)
     targets: Mapping[str, str] = field(default_factory=dict)
     batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -188,10 +193,12 @@ def make(
     source_files: Mapping[str, str],
     files: Mapping[str, FileRecord],
     layout: Layout = "portable",
+    companions: Mapping[str, str] | None = None,
 ) -> ModelPackage:
     """The package of ``result``.
 
     ``source_files``: for each model whose source is a variant, the path of the source from the package.
+    ``companions``: as in `PackageMetadata`; None for a package that needs none.
     """
     generator = f"{GENERATOR} {hatch_epcontext.__version__}"
     sources = {source.model.name: source for source in result.sources}
@@ -201,13 +208,19 @@ def make(
         # A model with several shapes is no component itself: each shape has its variants with open shapes.
         if shape_set is None or name != shape_set.name:
             variants = _variants(source, source_files.get(name), result.built)
-            about = {METADATA: _about(source, sources, result.built, layout)}
-            components[name] = Component(variants=variants, additional_metadata=about)
+            about = _about(source, sources, result.built, layout)
+            if companions:
+                modules = {
+                    target: "" if target in variants else module
+                    for target, module in source.model.modules.items()
+                }
+                about = dataclasses.replace(about, modules=modules)
+            components[name] = Component(variants=variants, additional_metadata={METADATA: about})
     return ModelPackage(
         schema_version="1.0",
         layout=layout,
         components=components,
-        additional_metadata={METADATA: PackageMetadata(generator, files)},
+        additional_metadata={METADATA: PackageMetadata(generator, files, companions or {})},
     )
 
 
@@ -244,7 +257,7 @@ def _about(
     validations = (job.validations[model.name] for job in built if model.name in job.validations)
     return ComponentMetadata(
         model.configured_name,
-        source.sha256,
+        source.identity,
         facts.inputs,
         facts.outputs,
         {

@@ -66,14 +66,9 @@ class FinishedWheel:
     @property
     def project(self) -> ProjectMetadata:
         """What its metadata say of the project."""
-        metadata = Parser().parsestr(self._texts[f"{self.info}/METADATA"])
-        return ProjectMetadata(
-            metadata["Name"],
-            metadata["Version"],
-            metadata["License-Expression"],
-            tuple(metadata.get_all("Requires-Dist", [])),
-            "[pyinstaller40]" in self._texts.get(f"{self.info}/entry_points.txt", ""),
-        )
+        entry_points = self._texts.get(f"{self.info}/entry_points.txt", "")
+        freezes = "[pyinstaller40]" in entry_points
+        return ProjectMetadata.read(self._texts[f"{self.info}/METADATA"], freezes=freezes)
 
     def checked_tag(self, config: Config) -> str | None:
         """The tag that ``config`` gives it: only a wheel for all platforms gets another one.

@@ -11,6 +11,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from email.parser import Parser
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -52,7 +53,7 @@ Tree = Mapping[str, Path]
 class ProjectMetadata:
     """What the build back end knows of the project.
 
-    ``dependencies`` are all, also those of extras. ``freezes``: it names hooks for PyInstaller.
+    ``dependencies`` are all, those of extras with their markers. ``freezes``: it names hooks for PyInstaller.
     """
 
     name: str
@@ -60,6 +61,14 @@ class ProjectMetadata:
     license: str | None = None
     dependencies: tuple[str, ...] = ()
     freezes: bool = False
+
+    @classmethod
+    def read(cls, metadata: str, *, freezes: bool = False) -> ProjectMetadata:
+        """What METADATA says."""
+        fields = Parser().parsestr(metadata)
+        dependencies = tuple(fields.get_all("Requires-Dist", []))
+        about = fields["Name"], fields["Version"], fields["License-Expression"]
+        return cls(*about, dependencies, freezes)
 
 
 def selected_files(builder_config: Any) -> dict[str, Path]:
@@ -291,9 +300,9 @@ def check_size(archive: Path) -> str | None:
     size = archive.stat().st_size
     if size <= _WARN_AT:
         return None
-    remedy = (
-        "ship fewer targets" if archive.suffix == ".whl" else "let builds download models (url)"
-    )
+    remedy = "let builds download models (url)"
+    if archive.suffix == ".whl":
+        remedy = "move targets into companion wheels (companion = ..., see docs/companions.md)"
     return (
         f"{archive.name} has {show_size(size)}. By default package indexes accept files of up to "
         f"{show_size(_WARN_AT)}: request a higher limit, or {remedy}."

@@ -26,7 +26,7 @@ _VARIABLES = frozenset(
 _OF_PROJECTS = frozenset(
     {
         *("provider", "platforms", "requirements", "path", "url", "sha256", "data", "license"),
-        *("name", "targets"),
+        *("name", "targets", "companion"),
     }
 )
 """The keys of targets and models that arguments set, or that only a project has."""

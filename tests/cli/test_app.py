@@ -57,7 +57,7 @@ def test_without_its_extra_it_prints_what_to_install(
 @pytest.mark.parametrize(
     ("arguments", "incomplete", "completed"),
     [
-        ([], "com", ["compile"]),
+        ([], "com", ["companions", "compile"]),
         (["compile", "-p"], "ten", ["tensorrt", "tensorrt-rtx"]),
         (["compile", "--device"], "n", ["npu"]),
         (["cache"], "p", ["prune"]),

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.conftest import REPOSITORY
 from tests.language_models import make_folder
 from tests.models import network, save
 from tests.projects import HEAD
@@ -84,6 +85,17 @@ def language_model(folder: Path) -> None:
     make_folder(folder / "models" / "llama")
 
 
+def companions(folder: Path) -> None:
+    """The configuration of the page itself."""
+    page = (REPOSITORY / "docs" / "companions.md").read_text(encoding="utf-8")
+    head = HEAD.replace(HEAD[HEAD.index("[project]") : HEAD.index("[tool.hatch")], "")
+    text = head + page.partition("```toml\n")[2].partition("```")[0]
+    (folder / "digits_app").mkdir()
+    (folder / "digits_app" / "__init__.py").touch()
+    (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+    save(network(), folder / "models" / "digits.onnx")
+
+
 def empty(folder: Path) -> None:
     """The reader begins with nothing."""
 
@@ -117,6 +129,7 @@ class Page:
 
 PAGES = {
     "docs/adopting.md": Page(unconfigured),
+    "docs/companions.md": Page(companions),
     "docs/language-models.md": Page(language_model),
     "docs/validation.md": Page(recorded),
     "docs/shapes.md": Page(two_shapes),
@@ -150,6 +163,9 @@ WRITTEN_OUT = {
     "epcontext export '[PROJECT]' -o DIR": "epcontext export . -o DIR",
     "epcontext compile MODEL... -o NAME.ortpackage": (
         "epcontext compile model.onnx -o NAME.ortpackage -p cpu --dim batch=1"
+    ),
+    "epcontext companions --published https://pypi.org/simple": (
+        "epcontext companions --published dist"
     ),
     # There need not be a program python.
     "epcontext record -- python -m digits_app samples/3.png samples/7.png": (

@@ -86,7 +86,7 @@ def source_of(folder: str, file: str, shape: list[int | str]) -> Table:
 
 
 def component(variants: Mapping[str, Table], name: str = "a", **ours: Any) -> Table:
-    about = {"model": name, "source_sha256": "", **ours}
+    about = {"model": name, "identity": "", **ours}
     return {"variants": dict(variants), "additional_metadata": {METADATA: about}}
 
 
@@ -165,8 +165,10 @@ class Shipper:
             variants = {**variants, "source": source}
         return self.write({"a": component(variants)})
 
-    def write(self, components: Mapping[str, Any], **top: Any) -> Any:
-        """A package with these components; ``top`` replaces keys of the manifest."""
+    def write(
+        self, components: Mapping[str, Any], companions: Mapping[str, str] | None = None, **top: Any
+    ) -> Any:
+        """A package with these components and ``companions``; ``top`` replaces keys of the manifest."""
         for file in ("a/source/a.onnx", "a/cpu/a_optimized.onnx", "a/npu/a_ctx.onnx"):
             if not (self.folder / file).is_file():
                 save(network(), self.folder / file)
@@ -178,7 +180,12 @@ class Shipper:
             for name, each in record_files(self.folder).items()
             if name != "manifest.json"
         }
-        about = {"generator": "hatch-epcontext 0", "files": files, "manifest_sha256": UNSEALED}
+        about = {
+            "generator": "hatch-epcontext 0",
+            "files": files,
+            "companions": dict(companions or {}),
+            "manifest_sha256": UNSEALED,
+        }
         manifest = {
             "schema_version": "1.0",
             "layout": "portable",

@@ -19,7 +19,16 @@ datas, binaries = collect_data_files(_name), []
 hiddenimports = ["importlib.resources", "numpy", "onnxruntime"]
 # The loader imports these only where a model needs them.
 hiddenimports += [f"{_name}.{module.stem}" for module in _folder.glob("_[a-z]*.py")]
-for _component in _manifest["components"].values():
+_components = [*_manifest["components"].values()]
+for _module in _manifest["additional_metadata"]["hatch-epcontext"]["companions"]:
+    if _spec := find_spec(_module):
+        datas += collect_data_files(_module)
+        hiddenimports.append(_module)
+        _text = Path(_spec.origin or "").with_name("manifest.json").read_bytes()
+        _components += json.loads(_text)["components"].values()
+    else:
+        logger.warning("%s is not installed, and left out", _module)
+for _component in _components:
     for _variant in _component["variants"].values():
         _plugin = _variant["additional_metadata"]["hatch-epcontext"].get("plugin")
         if _plugin and _plugin["module"] and find_spec(_plugin["module"].partition(".")[0]):
