@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -283,13 +282,6 @@ class Project:
         own = list(self.table("tool", "poetry", "dependencies")) if self.is_of_poetry else []
         lists = self.table("project").get("dependencies"), *extras, own
         return [str(requirement) for listed in lists for requirement in requirements(listed)]
-
-    @property
-    def requires_python(self) -> str:
-        """The releases of Python that it is for; of Poetry's operators only the lower bound is kept."""
-        own = self.table("tool", "poetry", "dependencies").get("python", "")
-        text = self.table("project").get("requires-python", own)
-        return re.sub(r"\^|~(?!=)", ">=", str(text))
 
     @property
     def name(self) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 import click
 import tomlkit
 from packaging.requirements import Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
@@ -109,20 +108,9 @@ class NewModel:
         return [target for target, reason in self.tried.items() if not reason]
 
     @property
-    def is_left_out(self) -> bool:
-        """Whether no target compiles it."""
-        return bool(self.tried) and not self.works
-
-    @property
     def refusals(self) -> str:
         """Why other targets do not, in one line."""
-        if self.is_left_out and self.questions:
-            return f"its sizes are unknown: {'; '.join(self.questions)}"
-        reasons: dict[str, list[str]] = {}
-        for target, reason in self.tried.items():
-            reasons.setdefault(reason, []).append(target)
-        text = "; ".join(f"{listing(names)}: {why}" for why, names in reasons.items() if why)
-        return f"{text} Give it its sizes, and remove targets." if text and self.questions else text
+        return "; ".join(f"{target}: {why}" for target, why in self.tried.items() if why)
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -248,13 +236,12 @@ def add_tables(
     after, config = add_models(pyproject, new, targets)
     # A file with the line ends of Windows keeps them.
     text = after.replace("\n", "\r\n") if "\r\n" in before else after
-    asking = [model for model in new if not model.is_left_out]
-    questions = [f"{model.path}: {line}" for model in asking for line in model.questions]
+    questions = [f"{model.path}: {line}" for model in new for line in model.questions]
     if dry_run:
         changed = before.splitlines(), text.splitlines()
         echo("\n".join(difflib.unified_diff(*changed, file, file, lineterm="")), lines=True)
     elif text == before:
-        echo(f"{file} has all models already")
+        echo(f"{file} stays as it is")
     else:
         # A link stays a link.
         write_atomically(pyproject.file.resolve(), text)
@@ -277,12 +264,15 @@ def _describe(model: NewModel) -> str:
     """``model`` with the files of its data, and how it was tried."""
     data = model.facts.external_data
     path = f"{model.path}, with its data in {listing(data)}" if data else model.path
-    works = f"works for {listing(model.works)}" if model.works else "left out"
-    return "; ".join(filter(None, (f"{path}: {works}" if model.tried else path, model.refusals)))
+    works = f"{path}: works for {listing(model.works)}" if model.tried else path
+    return "; ".join(filter(None, (works, model.refusals)))
 
 
 def _try(pyproject: Pyproject, text: str, new: Sequence[NewModel]) -> list[NewModel]:
-    """The ``new`` models of ``text``, compiled for its targets; raises BuildError if none works."""
+    """Those of the ``new`` models of ``text`` that work for some of its targets.
+
+    Raises BuildError if the configuration is new, and none works.
+    """
     others = (f"{PREFIX}TARGETS", f"{PREFIX}FROM_CACHE")
     environ = {name: value for name, value in os.environ.items() if name not in others}
     config = pyproject.load(text, environ)
@@ -295,9 +285,13 @@ def _try(pyproject: Pyproject, text: str, new: Sequence[NewModel]) -> list[NewMo
         # A model with several shapes is several of the configuration.
         reasons[target.name] = reasons.get(target.name) or reason
     new = [replace(model, tried=tried[model.path]) for model in new]
-    if pyproject.table is None and not any(model.works for model in new):
+    working = [model for model in new if model.works]
+    if pyproject.table is None and not working:
         raise BuildError(*problems.values())
-    return new
+    for failed in (model for model in new if not model.works):
+        sizes = f"its sizes are unknown: {'; '.join(failed.questions)}" if failed.questions else ""
+        warn(f"{failed.path} is left out: {sizes or failed.refusals}")
+    return working
 
 
 def _usable() -> list[str]:
@@ -328,10 +322,7 @@ def _text(file: Path) -> str:
 
 
 def _read(pyproject: Pyproject, named: tuple[Path, ...]) -> Iterator[NewModel]:
-    """The facts of the models.
-
-    Those that the user did not name are skipped if they are unusable, or were left out before.
-    """
+    """The facts of the models; those that are unusable are skipped, unless the user named them."""
     root = pyproject.root
     with Workers(TIMEOUT) as workers:
         for path in named or _files(root, ".onnx"):
@@ -342,8 +333,6 @@ def _read(pyproject: Pyproject, named: tuple[Path, ...]) -> Iterator[NewModel]:
                 hint = "Copy it into the project."
                 raise ConfigError(Problem(Kind.OUTSIDE_PROJECT, str(path), message, hint))
             location = inside.relative_to(root).as_posix()
-            if not named and _left_out(location) in pyproject.text:
-                continue
             try:
                 model = new_model(root, location, workers)
             except (InspectionError, ConfigError) as error:
@@ -352,10 +341,6 @@ def _read(pyproject: Pyproject, named: tuple[Path, ...]) -> Iterator[NewModel]:
                 warn(f"skipped {path}: {error.problems[0].message}")
             else:
                 yield model
-
-
-def _left_out(path: str) -> str:
-    return f"# {_one_line(path)} is left out"
 
 
 def _files(root: Path, suffix: str) -> Iterator[Path]:
@@ -405,9 +390,7 @@ def add_models(
     The project also gets ``targets``, the keys of each by its provider, the build requirement, and the hook
     or the build back end. Raises ConfigError when that is impossible.
     """
-    project, earlier = pyproject.project, tuple(_left_out(model.path) for model in models)
-    lines = (line for line in pyproject.text.split("\n") if not line.startswith(earlier))
-    document = tomlkit.parse("\n".join(lines))
+    project, document = pyproject.project, tomlkit.parse(pyproject.text)
     appended = [*_build_system(document, project)]
     if not project.is_hatchling:
         # Its back end cannot say where an editable install has its packages.
@@ -422,20 +405,18 @@ def add_models(
         appended.append(_table(f"{ROOT}.build", wrapped))
     appended += [_target(PROVIDERS[name], keys) for name, keys in targets.items()]
     static = pyproject.table is not None or any(PROVIDERS[n].static_shapes for n in targets)
-    written = [model for model in models if not model.is_left_out]
-    names = _named(written, pyproject.listed.values())
+    names = _named(models, pyproject.listed.values())
     tables = [_model(model, name, static=static) for model, name in names]
     has_table = isinstance(pyproject.table, dict)
     existing = document["tool"]["epcontext"].get("models") if has_table else None
     if isinstance(existing, Array) and not isinstance(existing, AoT):
-        for model, table in zip(written, map(parse, tables), strict=True):
+        for model, table in zip(models, map(parse, tables), strict=True):
             (values,) = table["tool"]["epcontext"]["models"]
             is_path = values.keys() == {"path"}
             if model.refusals:
                 existing.add_line(comment=model.refusals)
             existing.append(values["path"] if is_path else tomlkit.item(values, _parent=existing))
         tables = []
-    tables += [f"{_left_out(m.path)}: {m.refusals}\n" for m in models if m.is_left_out]
     result = tomlkit.dumps(document)
     for part in (*appended, *tables):
         result = result.rstrip("\n") + ("\n\n" if result.strip() else "") + part
@@ -588,19 +569,14 @@ def _one_line(text: str) -> str:
 
 
 def next_steps(project: Project, config: Config) -> list[tuple[str, list[str]]]:
-    """What is left to do in the app, in its metadata and in its build: headings with lines."""
+    """What is left to do in the app and in its metadata: headings with lines."""
     name, *others = dict.fromkeys(to_toml(model.configured_name) for model in config.models)
     more = f"  # or {', '.join(others)}" if others else ""
     module = ".".join((config.output or _output(project)).parts)
-    notes = list[str]()
-    with contextlib.suppress(InvalidSpecifier):
-        if SpecifierSet(project.requires_python).contains("3.9"):
-            notes.append("The loader needs Python 3.10 or newer: set requires-python accordingly.")
     place = "[tool.poetry.dependencies]" if project.is_of_poetry else "the dependencies of the app"
     return [
         ("In the app:", [f"from {module} import load", f"session = load({name}){more}"]),
         (f"In {place}:", [*_dependencies(project, config)]),
-        ("Note:", notes),
     ]
 
 

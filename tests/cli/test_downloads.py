@@ -247,7 +247,7 @@ def test_a_model_is_added_with_its_sizes(cli: Cli, app: Path, hub: Hub) -> None:
     assert 'requires = ["hatchling", "hatch-epcontext"]' in text
     cli("build", app, "--dry-run")
     for same in ("hf://org/repo/onnx/a.onnx", str(model["url"])):
-        assert "all models already" in cli("add", same).stdout
+        assert "stays as it is" in cli("add", same).stdout
     for name in ("A", "b/c"):
         named = ("add", hub.web("b.onnx"), "--name", name)
         assert "EPC" in cli(*named, code=2).stderr

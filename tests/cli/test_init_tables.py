@@ -69,8 +69,6 @@ def test_the_shape_of_an_unknown_rank_is_asked_for(project: Path) -> None:
     assert models_of(made) == [{"path": "models/a.onnx"}]
     assert asked.questions == ("shapes = { x = ? }  # x: which shape, such as [1, 3]?",)
     assert f"\n# {asked.questions[0]}\n" in made
-    tried = replace(asked, tried={"qnn": "its shape is open.", "cpu": ""})
-    assert tried.refusals == "qnn: its shape is open. Give it its sizes, and remove targets."
 
 
 def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(project: Path) -> None:
