@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Model
@@ -47,7 +46,10 @@ def run_job(build: Build, job: Job) -> Built:
     """
     steps = Steps(build, build.scratch("prepared"))
     try:
-        return _JobRun(build, job, steps).run()
+        run = _JobRun(build, job, steps)
+        return run.from_cache() if job.target.from_cache else run.search_on()
+    except BuildError as error:
+        raise job.located(error) from error
     finally:
         shutil.rmtree(steps.folder, ignore_errors=True)
 
@@ -100,20 +102,13 @@ class _JobRun:
         self._artifacts: dict[str, Artifact] = {}
         self._alone: dict[str, Built] = {}
 
-    def run(self) -> Built:
-        """The job's result; raises BuildError with its problems."""
-        try:
-            return self.from_cache() if self._job.target.from_cache else self.search_on()
-        except BuildError as error:
-            raise self._job.located(error) from error
-
     def search_on(self) -> Built:
         """The winner of the job's search."""
         versions = self._build.versions[self._job.target.name]
         self._key = value_sha256([self.settings, versions])
         self._search = self.stored(self._key)
         step = next_recipe(self._search)
-        if step.winner is None or not self._artifact(step.winner):
+        if step.winner is None or not self._artifact(step.winner.key, step.winner.record):
             with self._cache.lock(self._key, self._wait):
                 # Another build may have tried more in the meantime.
                 self._search = self.stored(self._key, latest=True)
@@ -128,13 +123,14 @@ class _JobRun:
         """The latest artifact with the job's settings, whatever is installed."""
         # Others may have made a newer one.
         key = self._cache.get("refs", self.settings, str, fits=is_sha256, latest=True)
-        record = None if key is None else self._take(key, self._place)
-        if key is None or record is None:
+        artifact = key and self._artifact(key)
+        if not key or not artifact:
             raise self._not_cached("the cache has no artifact of this model with these settings.")
+        record = artifact.record
         winner = Attempt(record.recipe, key, record, day=self._build.day)
         self._search = self.stored(record.search, latest=True)
         if self._search.is_enough(winner):
-            self._search = self._validated(self._search, winner, self._artifacts[key])
+            self._search = self._validated(self._search, winner, artifact)
             winner = self._search.attempts[key]
             if not winner.differences:
                 return self._built(winner, next_recipe(self._search).tried)
@@ -169,7 +165,7 @@ class _JobRun:
                 elif attempt is None:
                     self._keep(most_complete(step.tried))
                     return step
-                elif not (artifact := self._artifact(attempt)):
+                elif not (artifact := self._artifact(attempt.key, attempt.record)):
                     others = {k: a for k, a in self._search.attempts.items() if k != attempt.key}
                     self._search = replace(self._search, attempts=others)
                 elif step.winner is not None:
@@ -186,13 +182,17 @@ class _JobRun:
     def _try(self, recipe: Recipe) -> None:
         """Add an attempt to compile the job with ``recipe``, unless the cache has the result."""
         key, folder = recipe.key(self._key), self._build.scratch("artifact")
-        if record := self._take(key, folder):
-            attempt = Attempt(recipe, key, record, day=self._build.day)
+        if artifact := self._artifact(key):
+            attempt = Attempt(recipe, key, artifact.record, day=self._build.day)
             self._search = self._validated(self._search, attempt)
             return
+        workers, place = self._build.workers, self._job.location
         if number := len(self._search.attempts):
             # The first one needs no name.
-            self._announce(f"recipe {number + 1}: {recipe.name}")
+            line = workers.recipes[place] = f"recipe {number + 1}: {recipe.name}"
+            if workers.progress and time.monotonic() > self._start + _ANNOUNCED:
+                workers.progress(f"{place}: {line} ...")
+                workers.pulse.mark_reported()
         with self._unchanged():
             result = self._steps.compile(recipe.form_of(self._job), recipe, folder)
         if isinstance(result, Record):
@@ -206,40 +206,27 @@ class _JobRun:
             attempt = Attempt(recipe, key, refused=result, required=required)
         self._search = self._search.adding(attempt)
 
-    def _announce(self, line: str) -> None:
-        """Let progress show ``line``; a job that takes long does so at once."""
-        workers, place = self._build.workers, self._job.location
-        workers.recipes[place] = line
-        if workers.progress and time.monotonic() > self._start + _ANNOUNCED:
-            workers.progress(f"{place}: {line} ...")
-            workers.pulse.mark_reported()
-
     def _keep(self, attempt: Attempt) -> None:
         """Store the artifact of ``attempt``, if it may be shipped and this build has compiled it."""
         if attempt.record is not None and attempt.may_ship and not attempt.day:
             folder = self._artifacts[attempt.key].folder
             self._cache.put("artifacts", attempt.key, attempt.record, folder)
 
-    def _artifact(self, attempt: Attempt) -> Artifact | None:
-        """The artifact of ``attempt``: of this build, or of the cache if it is the same there."""
-        if attempt.record is not None and attempt.key not in self._artifacts:
+    def _artifact(self, key: str, expected: Record | None = None) -> Artifact | None:
+        """The artifact with ``key``: of this build, or of the cache if its record is the ``expected`` one."""
+        if key not in self._artifacts:
             # Mostly it is the winner, whose place this is.
             folder = self._build.scratch("artifact") if self._place.exists() else self._place
-            self._take(attempt.key, folder, attempt.record)
-        return self._artifacts.get(attempt.key)
-
-    def _take(self, key: str, folder: Path, expected: Record | None = None) -> Record | None:
-        """The record of the artifact with ``key`` if the cache has it, with its files in ``folder``."""
-        record = self._cache.get(
-            "artifacts",
-            key,
-            Record,
-            folder,
-            lambda record: self._fits(record) and expected in (None, record),
-        )
-        if record is not None:
-            self._artifacts[key] = Artifact(folder, record)
-        return record
+            record = self._cache.get(
+                "artifacts",
+                key,
+                Record,
+                folder,
+                lambda record: self._fits(record) and expected in (None, record),
+            )
+            if record is not None:
+                self._artifacts[key] = Artifact(folder, record)
+        return self._artifacts.get(key)
 
     def _fits(self, record: Record) -> bool:
         """Whether ``record`` may be that of an artifact of the job."""
@@ -279,7 +266,11 @@ class _JobRun:
             alone = [job for job in self._job.alone if job.models == (model,)]
             for job in alone:
                 if job.folder not in self._alone:
-                    self._alone[job.folder] = _JobRun(self._build, job, self._steps).run()
+                    try:
+                        run = _JobRun(self._build, job, self._steps)
+                        self._alone[job.folder] = run.search_on()
+                    except BuildError as error:
+                        raise job.located(error) from error
             built = (self._alone[job.folder] for job in alone)
             return worst_of_alone([b.validations[model.name] for b in built], reason)
         with self._unchanged():
