@@ -382,20 +382,12 @@ class InterruptedBuildError(AccidentError):
     """The build was interrupted."""
 
 
-_RAISED_BY_WORKERS = (
-    BuildError,
-    ModelError,
-    RefusedError,
-    LibraryError,
-    AccidentError,
-    UnavailableError,
-)
-
-
 def error_of_worker(name: str, problems: Iterable[Problem]) -> BuildError:
-    """The error that a worker raised, by the ``name`` of its class."""
-    classes = {error.__name__: error for error in _RAISED_BY_WORKERS}
-    return classes.get(name, BuildError)(*problems)
+    """The error that a worker raised, by the ``name`` of its class; a BuildError for any other."""
+    error = globals().get(name)
+    if isinstance(error, type) and issubclass(error, BuildError):
+        return error(*problems)
+    return BuildError(*problems)
 
 
 class InspectionError(EpcontextError):

@@ -24,14 +24,10 @@ LIBRARIES = (".so", ".dll", ".dylib")
 _FULL = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)})
 """The system's errors when there is no room for a file."""
 
-_REFUSALS = _FULL | {
-    getattr(errno, name)
-    for name in (
-        *("EACCES", "EPERM", "EROFS", "EIO", "ESTALE", "ENODEV", "ENXIO"),
-        *("EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "ETIMEDOUT"),
-    )
-}
-"""The system's errors that are not the program's fault. A missing file may be."""
+_OURS = frozenset(
+    {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EBADF}
+)
+"""The system's errors that may be the program's fault."""
 
 _FULL_IN_WORDS = re.compile(
     r"no space left on device|disk quota exceeded|not enough space on the disk", re.IGNORECASE
@@ -114,7 +110,7 @@ def os_error_text(error: OSError) -> str:
 
 def is_refusal(error: OSError) -> bool:
     """Whether the system is the cause of ``error``, and not the program."""
-    return error.errno in _REFUSALS
+    return error.errno is not None and error.errno not in _OURS
 
 
 def removed_problem(folder: Path, location: str) -> Problem:

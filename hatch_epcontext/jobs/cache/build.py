@@ -190,7 +190,7 @@ class Cache:
             if other is not None and fits(other):
                 record = own.joined(other) if isinstance(own, Growing) else other
                 if folder is not None or not files_of(record):
-                    self._keep(kind, key, record, folder)
+                    self.put(kind, key, record, folder, is_new=False)
         if record is None and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         elif self.shared is not None and record is not None and not latest:
@@ -198,10 +198,29 @@ class Cache:
             self.shared.put(kind, key, record, folder)
         return record
 
-    def put(self, kind: EntryKind, key: str, record: object, folder: Path | None = None) -> None:
-        """Store ``record``, which names the files in ``folder`` that no longer change."""
-        self._keep(kind, key, record, folder)
-        if self.shared is not None:
+    def put(
+        self,
+        kind: EntryKind,
+        key: str,
+        record: object,
+        folder: Path | None = None,
+        *,
+        is_new: bool = True,
+    ) -> None:
+        """Store ``record``, which names the files in ``folder`` that no longer change.
+
+        It is also sent to the shared cache, if it ``is_new`` there.
+        """
+        if self._store is not None and self._is_writable:
+            try:
+                self._store.put(kind, key, record, folder)
+            except OSError as error:
+                self._is_writable, root = False, self._store.root
+                self._warn(
+                    f"the cache folder {root} cannot be written ({refusal(error, root)}); this "
+                    f"build does not store its artifacts. {PREFIX}CACHE_DIR names another folder."
+                )
+        if self.shared is not None and is_new:
             self.shared.put(kind, key, record, folder)
 
     def put_report(self, name: str, text: str) -> Path | None:
@@ -214,18 +233,6 @@ class Cache:
     def lock(self, key: str, on_wait: Callable[[], None]) -> AbstractContextManager[object]:
         """Hold the right to make what ``key`` identifies: see `Store.lock`."""
         return contextlib.nullcontext() if self._store is None else self._store.lock(key, on_wait)
-
-    def _keep(self, kind: EntryKind, key: str, record: object, folder: Path | None) -> None:
-        if self._store is None or not self._is_writable:
-            return
-        try:
-            self._store.put(kind, key, record, folder)
-        except OSError as error:
-            self._is_writable, root = False, self._store.root
-            self._warn(
-                f"the cache folder {root} cannot be written ({refusal(error, root)}); this "
-                f"build does not store its artifacts. {PREFIX}CACHE_DIR names another folder."
-            )
 
 
 def _digest(status: os.stat_result) -> str:
