@@ -86,8 +86,14 @@ def expand(model: Model, table: ModelTable) -> tuple[Model, ...]:
     """``model``, without sizes so far, in all sizes of its ``table``.
 
     There is one model for each size, with the targets that fix shapes; and for the targets that leave them
-    open, a last one with the configured name, whose dummy inputs have the first sizes.
+    open, a last one with the configured name, whose dummy inputs have the first sizes. A language model has
+    its stages in place of sizes.
     """
+    if model.genai is not None:
+        # Imported here: few projects have a language model.
+        from hatch_epcontext.config.genai import stages
+
+        return stages(model)
     fixed = tuple(target for target in model.targets if target.settings.static_shapes)
     still_open = tuple(target for target in model.targets if not target.settings.static_shapes)
     forms = tuple(_forms(model, table))

@@ -86,8 +86,8 @@ class Resolver:
         for index, item in enumerate(self._table.models):
             for key, table, path in (yield from self._model_files(Key(("models", index)), item)):
                 models.append((yield from self._model(key, table, path)))
-        yield from _check_model_names([size for model in models for size in _forms(*model)])
-        return [size for model, table in models for size in _forms(self._selected(model), table)]
+        yield from _check_model_names([size for model in models for size in expand(*model)])
+        return [size for model, table in models for size in expand(self._selected(model), table)]
 
     def _model_files(
         self, key: Key, item: str | ModelTable
@@ -348,15 +348,6 @@ class _Place:
         _, _, name, *inside = problem.key.parts
         key = self.of(str(name), *inside)
         return dataclasses.replace(problem, key=key, location=str(key))
-
-
-def _forms(model: Model, table: ModelTable) -> tuple[Model, ...]:
-    """``model`` in all its sizes, or with the stages of its pipeline."""
-    if model.genai is not None:
-        from hatch_epcontext.config.genai import stages
-
-        return stages(model)
-    return expand(model, table)
 
 
 def _companions(targets: Iterable[Target], genai: Genai | None) -> dict[str, str | None]:

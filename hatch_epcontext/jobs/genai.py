@@ -89,29 +89,16 @@ def _pipeline(
     first, *_, last = *files, *files
     facts = sources[first].facts
     lengths = [value.name for value in facts.inputs if value.dtype == "int32"]
-    stage = {
+    common = {
         "inputs": [value.name for value in facts.inputs],
         "outputs": [value.name for value in facts.outputs],
         "session_options": session,
     }
-    return {
-        "inputs": {"past_sequence_length": lengths[0], "total_sequence_length": lengths[1]},
-        "sliding_window": {
-            "window_size": chunk,
-            "pad_value": config["pad_token_id"],
-            "alignment": "left",
-            "slide_inputs": True,
-            "slide_key_value_cache": False,
-        },
-        "pipeline": [
-            {
-                name: {
-                    **stage,
-                    "filename": file,
-                    "run_on_prompt": model == first,
-                    "run_on_token_gen": model == last,
-                }
-            }
-            for name, (model, file) in zip(("context", "iterator"), files.items(), strict=False)
-        ],
-    }
+    stages = []
+    for name, (model, file) in zip(("context", "iterator"), files.items(), strict=False):
+        runs = {"run_on_prompt": model == first, "run_on_token_gen": model == last}
+        stages.append({name: {**common, **runs, "filename": file}})
+    window = {"window_size": chunk, "pad_value": config["pad_token_id"], "alignment": "left"}
+    window |= {"slide_inputs": True, "slide_key_value_cache": False}
+    inputs = {"past_sequence_length": lengths[0], "total_sequence_length": lengths[1]}
+    return {"inputs": inputs, "sliding_window": window, "pipeline": stages}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hatch_epcontext.config.genai import read_config
 from hatch_epcontext.config.paths import is_genai_folder
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.config.tables import ValidationMode
@@ -345,15 +346,6 @@ def _fixed_shapes(inputs: Iterable[TensorFacts]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _language_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """Shapes that fit each other, of the inputs of the language model in ``folder``, if it has one."""
-    if not is_genai_folder(folder):
-        return {}
-    from hatch_epcontext.config.genai import read_config
-
-    return read_config(folder)[1].dummy_shapes
-
-
 def validate_package(
     path: Path,
     settings: Mapping[str, Any],
@@ -443,17 +435,14 @@ def _validate_variant(
         names = {tensor.name for tensor in opened.inputs}
         configured = (tensor for tensor in component.about.inputs if tensor.name in names)
         place = folder / (reference or variant).variant_directory
+        fed = read_config(place)[1].dummy_shapes if is_genai_folder(place) else {}
         to_run = replace(
             model,
             name=result.component,
             path=(folder / reference.model_file if reference else file).absolute(),
             targets=(),
             static_shapes=True,
-            shapes={
-                **_language_shapes(place),
-                **_fixed_shapes(configured),
-                **_fixed_shapes(opened.inputs),
-            },
+            shapes={**fed, **_fixed_shapes(configured), **_fixed_shapes(opened.inputs)},
         )
         return _run_moved(
             file,
