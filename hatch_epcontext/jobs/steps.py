@@ -82,14 +82,14 @@ class Build:
 class Steps:
     """The steps of one job of ``build`` in workers, and of those whose results are run instead.
 
-    They keep what they prepare in ``folder``, by model, form and the steps of a recipe; and by model and form
-    the file with the outputs of each source on the CPU.
+    They keep what they prepare in ``folder``, by model, form and the steps of a recipe; and by form alone
+    what has the inputs and outputs of each source on the CPU.
     """
 
     build: Build
     folder: Path
     _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
-    _references: dict[Hashable, str] = field(default_factory=dict)
+    _sources: dict[Hashable, Prepared] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
@@ -163,8 +163,9 @@ class Steps:
         with writing("a copy to validate", moved):
             shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
         to_run = model.to_run_on(target)
-        # Other inputs give other outputs.
-        has_reference = to_run == model.on(target)
+        source = self._sources.get(_form(job, to_run))
+        if source is None:
+            source = self._simplify(job, to_run, Recipe("none"), self.build.workers)
         request = ValidateRequest(
             to_run,
             target,
@@ -172,7 +173,8 @@ class Steps:
             str(moved),
             model.tolerance_for(target),
             record.contexts if job.group else (),
-            reference=self._references.get(_form(job, model)) if has_reference else None,
+            reference=source.reference,
+            ranges=source.ranges,
             prepared=prepared,
         )
         purpose = self._purpose(job, record.recipe, "run")
@@ -211,10 +213,10 @@ class Steps:
             prepared = self._change(job, index, before, recipe, worker)
         else:
             try:
-                prepared = self._simplify(job, index, recipe, worker)
+                prepared = self._simplify(job, job.models[index], recipe, worker)
             except CrashError:
                 # It may be transient; a second one is the simplifier's own fault.
-                prepared = self._simplify(job, index, recipe, worker)
+                prepared = self._simplify(job, job.models[index], recipe, worker)
             if not recipe.fuse:
                 fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
                 names, changed = (
@@ -250,12 +252,14 @@ class Steps:
         declined = (reason for model in changed for reason in model.declined)
         return Refused("change", tuple(problems), declined=tuple(declined))
 
-    def _simplify(self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers) -> Prepared:
+    def _simplify(
+        self, job: Job, model: Model, recipe: Recipe, worker: Worker | Workers
+    ) -> Prepared:
         """Fix and simplify the model."""
         from hatch_epcontext.worker.requests import PrepareRequest
 
-        model, folder = job.models[index], self.folder / str(next(self._numbers))
-        form, settings = _form(job, model), job.target.settings
+        folder, settings = self.folder / str(next(self._numbers)), job.target.settings
+        source = self._sources.get(_form(job, model))
         tolerance = model.tolerance_for(job.target) if settings.changes_precision else None
         calibration = job.target.calibration
         request = PrepareRequest(
@@ -263,7 +267,7 @@ class Steps:
             recipe.simplifier,
             str(folder),
             model.is_compared,
-            self._references.get(form),
+            source.reference if source else None,
             precision=Precision(settings.dequantize, settings.quantize, calibration, tolerance),
             fuse=recipe.fuse,
             emulated=_is_emulated(job.target),
@@ -271,8 +275,7 @@ class Steps:
         # Which makes both folders.
         call = folder / "call"
         prepared = worker.call(request, call, location=job.location, step="preparation")
-        if prepared.reference is not None:
-            self._references[form] = prepared.reference
+        self._sources.setdefault(_form(job, model), prepared)
         return prepared
 
     def _change(
@@ -315,8 +318,8 @@ def _is_emulated(target: Target) -> bool:
 
 
 def _form(job: Job, model: Model) -> Hashable:
-    """The form in which ``job`` needs ``model`` prepared."""
-    return model.name, job.target.settings.dequantize
+    """The form in which ``job`` needs ``model`` prepared: other inputs give other outputs."""
+    return model.name, tuple(model.shapes.items()), job.target.settings.dequantize
 
 
 def _refused(

@@ -44,8 +44,8 @@ from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
 from hatch_epcontext.text import listing, show, suggestion
 from hatch_epcontext.tools.configure import configure, name_models, nested
 from hatch_epcontext.tools.inspecting import inspect, inspect_model, verify_model
-from hatch_epcontext.worker.requests import InspectReply, ValidateRequest
-from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
+from hatch_epcontext.worker.requests import InspectReply, PrepareRequest, ValidateRequest
+from hatch_epcontext.worker.results import Context, Precision, Validation, ValidationStatus
 
 _REQUIRED = {"validate.mode": "require"}
 """The mode of a validation that a user asks for: what cannot be run is an error."""
@@ -301,14 +301,18 @@ def _run_moved(
         moved = staging / "moved"
         name = _copy(path, model, moved, folder)
         context = Context(to_run.name, name, model.inputs, model.outputs)
-        request = ValidateRequest(
-            to_run,
-            target,
-            context,
-            str(moved),
-            tolerance,
-            has_source=compare,
-        )
+        request = ValidateRequest(to_run, target, context, str(moved), tolerance)
+        if compare:
+            own = tolerance if target.settings.changes_precision else None
+            precision = Precision(target.settings.dequantize, tolerance=own)
+            prepare = PrepareRequest(
+                *(to_run, "none", str(staging / "source"), tolerance is not None),
+                precision=precision,
+                emulated=False,
+            )
+            # Which makes both folders.
+            source = workers.call(prepare, staging / "source" / "call", location=location)
+            request = replace(request, reference=source.reference, ranges=source.ranges)
         validation = workers.call(request, staging / "validate", location=location)
     if validation.differs:
         raise BuildError(*validation.problems).located(location)

@@ -105,7 +105,7 @@ class PrepareRequest(WorkerRequest[Prepared], action="prepare", fills="folder"):
     folder: str
     compare: bool
     reference: str | None = None
-    precision: Precision | None = None
+    precision: Precision = Precision()
     fuse: bool = True
     emulated: bool = True
 
@@ -156,11 +156,10 @@ class CompileRequest(WorkerRequest[CompileReply], action="compile", fills="folde
 @dataclass(frozen=True)
 class ValidateRequest(WorkerRequest[Validation], action="validate"):
     """Load and run ``context`` (in ``folder``, a moved copy of the artifact) on dummy inputs, and
-    compare with the CPU EP on the source model unless ``tolerance`` is None.
+    compare with the ``reference`` unless ``tolerance`` is None.
 
     ``sharing``: all members of the context's weight-sharing group, in order; empty without a group.
-    ``has_source``: whether ``model`` is the source; if not, there is nothing to compare with.
-    ``reference``: the source model's outputs on the same inputs, if a `Prepared` has them.
+    ``reference`` and ``ranges``: those of a `Prepared` of the same source and inputs, if there is one.
     ``prepared``: the absolute path of the model that was compiled, if it is to be emulated.
     """
 
@@ -170,8 +169,8 @@ class ValidateRequest(WorkerRequest[Validation], action="validate"):
     folder: str
     tolerance: Tolerance | None
     sharing: tuple[Context, ...] = ()
-    has_source: bool = True
     reference: str | None = None
+    ranges: Mapping[str, Range] = field(default_factory=dict)
     prepared: str | None = None
 
 

@@ -55,10 +55,10 @@ class Precision:
     ``tolerance``: how far the changed model may differ from its reference; None for the usual limits.
     """
 
-    dequantize: Dequantize | None
-    quantize: Quantize | None
-    calibration: str
-    tolerance: Tolerance | None
+    dequantize: Dequantize | None = None
+    quantize: Quantize | None = None
+    calibration: str = ""
+    tolerance: Tolerance | None = None
 
 
 @dataclass(frozen=True)

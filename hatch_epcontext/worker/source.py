@@ -23,14 +23,13 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import is_lfs_pointer
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.bodies import fix_states
-from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Range, TensorFacts, freeze
 from hatch_epcontext.graph.refusals import deciders
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.conventions import is_batch
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
-from hatch_epcontext.worker.inputs import constant, dummy_inputs, sized
+from hatch_epcontext.worker.inputs import constant, sized
 
 _MAX_NAMED = 3
 """The most nodes that a message names."""
@@ -63,13 +62,6 @@ def data_of(model: onnx.ModelProto, path: Path, key: Key) -> tuple[str, ...]:
     """The files of the external data of ``model``, as `external_data` returns and refuses them."""
     with _placed(key):
         return external.external_data(model, path)
-
-
-def feeds_for(onnx_model: onnx.ModelProto, model: Model) -> dict[str, Array]:
-    """Return dummy inputs, within their ranges, for a model after `fix_inputs`."""
-    inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
-    ranges = ranges_for(typed_graph(onnx_model, model), inputs, model)
-    return dummy_inputs(inputs, model, ranges)
 
 
 def typed_graph(onnx_model: onnx.ModelProto, model: Model) -> onnx.GraphProto:

@@ -11,7 +11,8 @@ from onnx import numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.source import feeds_for, fix_inputs
+from hatch_epcontext.worker.inputs import dummy_inputs
+from hatch_epcontext.worker.source import fix_inputs
 from tests.models import of_any_rank, parsed, shapes
 
 MODEL = Key(("models", 0))
@@ -54,9 +55,9 @@ def test_an_unknown_rank_takes_every_shape(shape: tuple[int, ...]) -> None:
     made, configured = of_any_rank(), spec(shapes={"x": shape})
     fix_inputs(made, configured)
     assert graph.facts(made.graph.input[0]).shape == shape
-    assert feeds_for(made, configured)["x"].shape == shape
     # Sizes of dummy inputs alone.
-    assert feeds_for(of_any_rank(), configured)["x"].shape == shape
+    for model in (made, of_any_rank()):
+        assert dummy_inputs([graph.facts(model.graph.input[0])], configured)["x"].shape == shape
 
 
 def test_open_shapes_are_checked_and_stay_open() -> None:
@@ -64,7 +65,8 @@ def test_open_shapes_are_checked_and_stay_open() -> None:
     sizes: dict[str, Any] = {"dims": {"n": 3}, "shapes": {"z": (3, 4)}}
     fix_inputs(made, spec(**sizes, constants={"scale": 2}, static_shapes=False))
     assert shapes(made) == {"x": ["n", 4], "z": ["n", ""], "y": ["n", 4]}
-    feeds = feeds_for(made, spec(**sizes, static_shapes=False))
+    inputs = list(map(graph.facts, made.graph.input))
+    feeds = dummy_inputs(inputs, spec(**sizes, static_shapes=False))
     assert {name: array.shape for name, array in feeds.items()} == {"x": (3, 4), "z": (3, 4)}
     found = problem(two_inputs(), shapes={"x": (1, 5)}, static_shapes=False)
     assert "the shape [1, 5] does not fit the input" in found.message

@@ -77,7 +77,8 @@ def handle(request: PrepareRequest) -> Prepared:
     expected = _reference(request, onnx_model, integers, form, folded)
     outputs_path = write_reference(expected, folder / "reference.bin") if expected else None
     precision = f"dequantized ({count(undone, 'operator')})" if undone else None
-    if (how := request.precision) is not None and how.quantize is not None:
+    how = request.precision
+    if how.quantize is not None:
         # Imported here: few builds need it, and importing it takes long.
         from hatch_epcontext.worker.quantize import write_quantized
 
@@ -106,11 +107,11 @@ def _dequantize(integers: Path, own: Path, request: PrepareRequest) -> tuple[Pat
     """
     form = static = integers
     undone, how = 0, request.precision
-    if how is not None and how.dequantize:
+    if how.dequantize:
         floats = own / f"{request.model.name}.floats.onnx"
         if undone := write_float_form(integers, floats):
             form = static = floats
-    if how is not None and how.dequantize == "all":
+    if how.dequantize == "all":
         floats = own / f"{request.model.name}.without-qdq.onnx"
         if more := write_float_form(form, floats, static=True):
             static, undone = floats, undone + more
@@ -129,7 +130,7 @@ def _compare(
     ``done``: how its numbers were changed. Raises BuildError if they differ more than that explains.
     """
     model, tolerance = request.model, SIMPLIFIED
-    if done is not None and request.precision is not None:
+    if done is not None:
         tolerance = request.precision.tolerance or tolerance
         expected = for_other_numbers(expected)
     rest, session = expected.facts.selections.rest, simplified
@@ -185,7 +186,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto
     # writes it wrong.
     moves = bool(data) and move_weights(onnx_model)
     # onnx, with which the quantizer reads the model, refuses external data with several hard links.
-    quantizes = request.precision is not None and request.precision.quantize is not None
+    quantizes = request.precision.quantize is not None
     copy = shutil.copyfile if quantizes or moves else link_or_copy
     external.put_data(data, source.parent, folder, copy)
     fix_inputs(onnx_model, model)

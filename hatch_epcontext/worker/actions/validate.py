@@ -24,7 +24,7 @@ from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
 from hatch_epcontext.worker.comparison.emulation import Emulator
-from hatch_epcontext.worker.comparison.reference import reference_of_artifact, within_noise
+from hatch_epcontext.worker.comparison.reference import within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     for_other_numbers,
@@ -50,7 +50,6 @@ from hatch_epcontext.worker.session import (
     incompatible,
     open_session,
 )
-from hatch_epcontext.worker.source import feeds_for, fix_inputs, read_source
 
 
 def handle(request: ValidateRequest) -> Validation:
@@ -187,33 +186,17 @@ def _emulator(
 
 def _reference(request: ValidateRequest) -> Reference | Arrays:
     """What to compare with; only inputs if nothing is compared."""
-    model = request.model
-    if request.tolerance is not None and request.reference is not None:
-        expected = read_reference(request.reference)
-        _check_inputs(request, expected.feeds)
-        return expected
-    if not request.has_source:
-        own = request.context.inputs
+    model, own = request.model, request.context.inputs
+    if request.tolerance is None or request.reference is None:
         constants = {i.name: constant(model, i) for i in own if i.name in model.constants}
-        return {**dummy_inputs(own, model), **constants}
-    source = read_source(Path(model.path), model.key)
-    fix_inputs(source, model)
-    feeds = feeds_for(source, model)
-    _check_inputs(request, feeds)
-    if request.tolerance is None:
-        return feeds
-    dequantized = bool(request.target.settings.dequantize)
-    emulated = request.prepared is not None
-    return reference_of_artifact(model, source, dequantized=dequantized, emulated=emulated)
-
-
-def _check_inputs(request: ValidateRequest, feeds: Arrays) -> None:
-    model = request.model
-    if more := sorted(feeds.keys() - {tensor.name for tensor in request.context.inputs}):
+        return {**dummy_inputs(own, model, request.ranges), **constants}
+    expected = read_reference(request.reference)
+    if more := sorted(expected.feeds.keys() - {tensor.name for tensor in own}):
         message = f"the source model has the input {more[0]!r}, and the compiled model does not."
         hint = "Give the value to which it was frozen."
         setting = Setting(model.key / "constants")
         raise ModelError(Problem.at(model.key, Kind.VALUE_MISMATCH, message, hint, setting))
+    return expected
 
 
 def _check_outputs(request: ValidateRequest, expected: Reference) -> None:

@@ -51,7 +51,7 @@ from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
 from hatch_epcontext.worker.samples import MANY, SOME, Sample, run_samples
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
-from hatch_epcontext.worker.source import fix_inputs, ranges_for, source_failed, typed_graph
+from hatch_epcontext.worker.source import ranges_for, source_failed, typed_graph
 from hatch_epcontext.worker.states import state_pairs
 
 _MAX_ON_TARGET = 8
@@ -382,26 +382,6 @@ def write_float_form(source: Path, result: Path, *, static: bool = False) -> int
     if undone := dequantize(onnx_model, static=static):
         save_whole(onnx_model, result)
     return undone
-
-
-def reference_of_artifact(
-    model: Model, fixed: onnx.ModelProto, *, dequantized: bool, emulated: bool = True
-) -> Reference:
-    """The reference of ``model`` for an earlier artifact; ``fixed`` and ``emulated``: as for `reference`.
-
-    ``dequantized``: whether its dynamic quantization was undone. Raises BuildError and ModelError as
-    `source_reference` does.
-    """
-    if not is_quantized(onnx.load(model.path, load_external_data=False)):
-        return reference(model, fixed, emulated=emulated)
-    whole = load_whole(model.path)
-    fix_inputs(whole, model)
-    with temp_dir() as folder:
-        integers, floats = folder / "integers.onnx", folder / "floats.onnx"
-        save_whole(whole, integers)
-        has_floats = dequantized and write_float_form(integers, floats)
-        form = floats if has_floats else None
-        return source_reference(model, whole, integers, form, emulated=emulated)
 
 
 def source_reference(

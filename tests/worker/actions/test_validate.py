@@ -15,11 +15,12 @@ from onnx import numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, ModelError
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.actions.validate import handle
+from hatch_epcontext.worker.actions import prepare, validate
 from hatch_epcontext.worker.comparison.runs import read_reference, write_reference
-from hatch_epcontext.worker.requests import ValidateRequest
-from hatch_epcontext.worker.results import ValidationStatus
+from hatch_epcontext.worker.requests import PrepareRequest, ValidateRequest
+from hatch_epcontext.worker.results import Validation, ValidationStatus
 from hatch_epcontext.worker.session import context_options
 from tests.conftest import needs_qnn
 from tests.models import interrupted, network, parsed, save, with_weights_left_over
@@ -48,6 +49,17 @@ def built(
     return ValidateRequest(spec, to, reply.contexts[0], request.folder, HALF)
 
 
+def handle(request: ValidateRequest) -> Validation:
+    """Compare with the source as it is now."""
+    compares = request.tolerance is not None
+    with temp_dir() as folder:
+        source = prepare.handle(
+            PrepareRequest(request.model, "none", str(folder), compares, emulated=False)
+        )
+        found = dataclasses.replace(request, reference=source.reference, ranges=source.ranges)
+        return validate.handle(found)
+
+
 def square_root(output: str = "y") -> onnx.ModelProto:
     """A square root, which is NaN below 0."""
     return parsed(f"(float[batch, 50] x) => (float[batch, 50] {output}) {{ {output} = Sqrt (x) }}")
@@ -68,14 +80,14 @@ def test_a_context_is_run_and_compared(tmp_path: Path) -> None:
     assert validation.day == datetime.now(timezone.utc).date().isoformat()
     # The source's outputs in the file of its preparation are the same, and are what is compared.
     path = tmp_path / "prepared" / "reference.bin"
-    recorded = handle(dataclasses.replace(request, reference=str(path)))
+    recorded = validate.handle(dataclasses.replace(request, reference=str(path)))
     assert recorded.agreements == validation.agreements
     found = read_reference(str(path))
     for run in found.runs:
         for outputs in run.outputs:
             np.negative(outputs["y"], out=outputs["y"])
     wrong = write_reference(found, tmp_path / "wrong.bin")
-    (problem,) = handle(dataclasses.replace(request, reference=wrong)).problems
+    (problem,) = validate.handle(dataclasses.replace(request, reference=wrong)).problems
     assert "differs from the CPU's" in problem.message
 
 
