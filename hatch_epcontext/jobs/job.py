@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import FileRecord, is_sha256
@@ -79,7 +79,7 @@ class _JobRun:
         sources = [build.sources[model.name] for model in job.models]
         self._files = [file for source in sources for file in source.files]
         inputs = (job.target.calibration, *(model.validate.inputs for model in job.models))
-        self._inputs = list(filter(None, inputs))
+        self._inputs = [path for path in inputs if path not in ("", *SYNTHETIC)]
         calibration = job.target.calibration and inputs_digest(job.target.calibration, self._index)
         self.settings = job.key([source.sha256 for source in sources], calibration)
         self._place = build.staging / PACKAGE / job.folder
