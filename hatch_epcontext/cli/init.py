@@ -36,6 +36,7 @@ from hatch_epcontext.config.build_hooks import NAME, hooks_of_project
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import file_of
+from hatch_epcontext.config.paths import is_genai_folder
 from hatch_epcontext.config.pyproject import FILE, parse
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import (
@@ -324,8 +325,13 @@ def _text(file: Path) -> str:
 def _read(pyproject: Pyproject, named: tuple[Path, ...]) -> Iterator[NewModel]:
     """The facts of the models; those that are unusable are skipped, unless the user named them."""
     root = pyproject.root
+    files = named or tuple(_files(root, ".onnx"))
+    language = dict.fromkeys(f.parent for f in files if is_genai_folder(f.parent))
+    for folder in language:
+        entry = to_toml({"path": os.path.relpath(folder, root), "context-length": 2048})
+        warn(f"{folder} is a language model, and is left out. List it: models = [{entry}]")
     with Workers(TIMEOUT) as workers:
-        for path in named or _files(root, ".onnx"):
+        for path in (file for file in files if file.parent not in language):
             # A link in the project is inside, wherever its target is.
             inside = path.parent.resolve() / path.name
             if not inside.is_relative_to(root):

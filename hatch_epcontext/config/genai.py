@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.config.settings import GENAI_CONFIG, Genai, Model, ShapeSet
-from hatch_epcontext.config.tables import ModelTable, ProfileTable, TargetTable
+from hatch_epcontext.config.tables import (
+    FallbackTable,
+    ModelTable,
+    ProfileTable,
+    TargetTable,
+)
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import is_portable, is_regular
@@ -73,7 +78,7 @@ def read_folder(
     ``targets``: those of the configuration, by name.
     """
     for name in _REFUSED:
-        if getattr(table, name):
+        if getattr(table, name) and not isinstance(getattr(table, name), FallbackTable):
             message = "is for a single model, and this one is a folder of onnxruntime-genai."
             yield Problem.at(key / toml_key(name), Kind.NOT_APPLICABLE, message, "Remove it.")
     try:

@@ -15,6 +15,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.providers import PROVIDERS
 from tests.cli.conftest import Cli
 from tests.conftest import needs_qnn
+from tests.language_models import make_folder
 from tests.models import model, network, parsed, save, value
 
 BEFORE = '[project]\nname = "my-app"  # ours\nversion = "1"\n'
@@ -48,11 +49,14 @@ def test_all_models_are_found_and_can_be_built(cli: Cli, new_project: Path) -> N
     (new_project / "env" / "pyvenv.cfg").touch()
     (new_project / "models" / "damaged.onnx").write_text("text", encoding="utf-8")
     save(network(), new_project / "tests" / "d.onnx")
+    make_folder(new_project / "models" / "llama")
     cli("compile", new_project / "models" / "a.onnx", "-o", new_project / "models" / "a_ctx.onnx",
         "-p", "qnn", "-O", "soc_model=60", "--dim", "batch=1")  # fmt: skip
     printed = cli("init")
     assert "a_ctx.onnx: is a context model already" in printed.stderr
     assert "damaged.onnx: is not an ONNX model" in printed.stderr
+    entry = '{ path = "models/llama", context-length = 2048 }'
+    assert f"is a language model, and is left out. List it: models = [{entry}]" in printed.stderr
     assert "epcontext build --dry-run" in printed.stdout
     lines = cli("build", new_project, "--dry-run").stdout.splitlines()[1:-1]
     # Of the EPs whose packages are installed, those that offer a device on this machine.
