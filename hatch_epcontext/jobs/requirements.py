@@ -78,9 +78,13 @@ def _most_demanding(targets: Iterable[Target]) -> list[Target]:
     """One target of each name, in the form with the most requirements: models narrow targets."""
     chosen: dict[str, Target] = {}
     for target in targets:
-        if target.name not in chosen or (target.needs_ep and not chosen[target.name].needs_ep):
+        if target.name not in chosen or _demands(target) > _demands(chosen[target.name]):
             chosen[target.name] = target
     return list(chosen.values())
+
+
+def _demands(target: Target) -> tuple[bool, int]:
+    return target.needs_ep, len(target.provider.requirements)
 
 
 def _distribution(targets: Sequence[Target]) -> str:
