@@ -122,16 +122,9 @@ class ProjectBuild:
         """
         from hatch_epcontext.jobs.run import build_with_report
 
-        workers = self._workers(config)
-
-        def print_finished(line: str) -> None:
-            self.terminal.info(line)
-            workers.pulse.mark_reported()
-
+        workers, show = self._workers(config), self.terminal
         about = project.name, project.version
-        return build_with_report(
-            plan(config), staging, print_finished, workers, self.terminal.warn, *about
-        )
+        return build_with_report(plan(config), staging, show.info, workers, show.warn, *about)
 
     def read(self, config: Config, staging: Path) -> Result:
         """The sources of an editable install that compiles nothing."""

@@ -1,9 +1,9 @@
-"""Shared by commands: lines and tables without control characters, verbosity and reports."""
+"""Shared by commands: lines and tables without control characters, workers and reports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import Plan, plan
-from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
+from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import IncompleteError, build, build_with_report, open_cache
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.text import count, printable, show_size
@@ -56,30 +56,12 @@ def log(line: str) -> None:
     echo(line, err=True)
 
 
-@dataclass(frozen=True)
-class Verbosity:
-    """How much a command prints while it runs.
+def make_workers(verbose: int, timeout: float, memory_limit: int | None = None) -> Workers:
+    """Workers with these limits, in seconds and bytes.
 
-    ``verbose`` is how often ``--verbose`` was given.
+    Steps that run for long are printed, and the workers' log if ``--verbose`` was given.
     """
-
-    verbose: int = 0
-    _pulse: Heartbeat = field(default_factory=Heartbeat, compare=False, repr=False)
-
-    def workers(self, timeout: float, memory_limit: int | None = None) -> Workers:
-        """Workers with these limits, in seconds and bytes.
-
-        Steps that run for long are printed, and the workers' log if the command is verbose.
-        """
-        log = self.log if self.verbose else None
-        return Workers(
-            timeout, log, self.verbose > 1, memory_limit, progress=self.log, pulse=self._pulse
-        )
-
-    def log(self, line: str) -> None:
-        """Print a line about a step."""
-        self._pulse.mark_reported()
-        log(line)
+    return Workers(timeout, log if verbose else None, verbose > 1, memory_limit, log)
 
 
 def open_store() -> Store:
@@ -117,20 +99,19 @@ def show_written(package: Path, files: Sequence[Path]) -> None:
     echo(f"wrote {package} ({count(len(sizes), 'file')}, {show_size(sum(sizes))})")
 
 
-def run_plan(planned: Plan, staging: Path, verbosity: Verbosity, name: str) -> Result:
+def run_plan(planned: Plan, staging: Path, verbose: int, name: str) -> Result:
     """Run all jobs of the project ``name``, and write a report; raises as `build_with_report` does."""
     settings = planned.config.build
-    workers = verbosity.workers(settings.timeout, settings.memory_limit)
-    return build_with_report(planned, staging, verbosity.log, workers, warn, name)
+    workers = make_workers(verbose, settings.timeout, settings.memory_limit)
+    return build_with_report(planned, staging, log, workers, warn, name)
 
 
 def failed_jobs(config: Config) -> Mapping[tuple[str, str], Problem]:
     """Run all jobs of ``config``: the first problem of each that fails, by its model and its target."""
-    verbosity, settings = Verbosity(), config.build
-    workers = verbosity.workers(settings.timeout, settings.memory_limit)
+    workers = make_workers(0, config.build.timeout, config.build.memory_limit)
     try:
         with temp_dir() as staging:
-            build(plan(config), staging, open_cache(config, warn), verbosity.log, workers, warn)
+            build(plan(config), staging, open_cache(config, warn), log, workers, warn)
     except IncompleteError as error:
         failures = error.result.failures
         return {(model, job.target): job.problems[0] for job in failures for model in job.models}

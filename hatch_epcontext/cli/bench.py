@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.cli._common import Verbosity, show_table, warn
+from hatch_epcontext.cli._common import make_workers, show_table, warn
 from hatch_epcontext.cli._settings import (
     models_argument,
     project_config,
@@ -116,7 +116,7 @@ def command(
     planned = plan(config.on_this_machine)
     if len(names := dict.fromkeys(job.target.name for job in planned.jobs)) != 1:
         raise click.UsageError(f"Choose one target: --target {' or '.join(names) or 'NAME'}.")
-    workers = Verbosity().workers(config.build.timeout)
+    workers = make_workers(0, config.build.timeout)
     with temp_dir() as staging:
         openings, versions = measure(planned, staging, workers, runs)
     if plot is not None:

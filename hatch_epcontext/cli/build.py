@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import (
-    Verbosity,
     echo,
     report_option,
     run_plan,
@@ -48,7 +47,7 @@ def command(
         if only_plan:
             _show_plan(planned, staging)
             return
-        run_plan(planned, staging, Verbosity(verbose), Project.read(config.root).name)
+        run_plan(planned, staging, verbose, Project.read(config.root).name)
 
 
 def _show_plan(planned: Plan, staging: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from hatch_epcontext.cli._common import (
-    Verbosity,
     echo,
     report_option,
     run_plan,
@@ -88,7 +87,7 @@ def command(
     use_flag_names(named, _HEADLINE)
     config = configure(named, provider, settings)
     config = dataclasses.replace(config, report=report or config.report)
-    run = partial(run_plan, verbosity=Verbosity(verbose), name=output.name)
+    run = partial(run_plan, verbose=verbose, name=output.name)
     compiled = compile_models(config, output, run, overwrite=overwrite)
     if is_package(output):
         show_written(output, compiled.files)

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import (
-    Verbosity,
     report_option,
     run_plan,
     show_written,
@@ -62,6 +61,6 @@ def command(
     config = project_config(project.absolute(), targets)
     config = dataclasses.replace(config, report=report or config.report)
     name = Project.read(config.root).name
-    run = partial(run_plan, verbosity=Verbosity(verbose), name=name)
+    run = partial(run_plan, verbose=verbose, name=name)
     written = export(config, output, run, loader=True, overwrite=overwrite)
     show_written(output, written.files)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hatch_epcontext.cli._common import Verbosity, echo, existing_file, verbose_option, warn
+from hatch_epcontext.cli._common import echo, existing_file, make_workers, verbose_option, warn
 from hatch_epcontext.cli._settings import (
     provider_option,
     setting_flags,
@@ -67,9 +68,9 @@ def command(
     it. --set validate=structure runs nothing.
     """
     use_flag_names({path.stem: source or path}, _HEADLINE)
-    verbosity = Verbosity(verbose)
+    workers = partial(make_workers, verbose)
     if not path.is_dir():
-        validated = validate_context(path, provider, source, settings, verbosity.workers)
+        validated = validate_context(path, provider, source, settings, workers)
         if as_json:
             click.echo(to_json(validated), nl=False)
         else:
@@ -87,7 +88,7 @@ def command(
             if variant.validation is not None:
                 _warn(variant.name, variant.validation)
 
-    package = validate_package(path, settings, verbosity.workers, done)
+    package = validate_package(path, settings, workers, done)
     if as_json:
         click.echo(to_json(package), nl=False)
     package.check()

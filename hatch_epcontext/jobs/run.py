@@ -208,6 +208,7 @@ def _run(
                     for name, validation in finished.validations.items():
                         for line in validation_warnings(f"{job.target.name}: {name}", validation):
                             warn(line)
+                begun.workers.pulse.mark_reported()
         except BaseException:
             # Start no waiting job, and end the running ones.
             pool.shutdown(wait=False, cancel_futures=True)

@@ -99,11 +99,10 @@ class Workers:
         verbose: bool = False,
         memory_limit: int | None = None,
         progress: Callable[[str], None] | None = None,
-        pulse: Heartbeat | None = None,
     ) -> None:
         self.timeout, self.memory_limit = timeout, memory_limit
         self.log, self.verbose, self.progress = log, verbose, progress
-        self.pulse, self.recipes = pulse or Heartbeat(), dict[str, str]()
+        self.pulse, self.recipes = Heartbeat(), dict[str, str]()
         self.stopped = self._is_open = False
         self._lock = threading.Lock()
         # Those that a worker still has: for others `kill` does nothing.
