@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from hatch_epcontext.loader import Device, Variant
+    from hatch_epcontext.loader import Device
 
 _CONFIG = "genai_config.json"
 _OVERLAY = (
@@ -25,27 +25,30 @@ _REGISTERED = (
 
 
 class GenaiFolder(NamedTuple):
-    """A folder for ``onnxruntime_genai.Config``, and what the ``target`` changes of it.
-
-    ``overlay``: JSON for ``Config.overlay``. ``providers``: the options of each EP of the decoder, by
-    onnxruntime-genai's name of the EP: an overlay does not change these.
-    """
+    """A folder for ``onnxruntime_genai.Config``, and the JSON that the ``target`` changes of it."""
 
     folder: str
     overlay: str
     target: str
-    providers: dict[str, dict[str, str]]
 
     def config(self) -> Any:
         """The ``onnxruntime_genai.Config`` for ``onnxruntime_genai.Model``."""
         config = importlib.import_module("onnxruntime_genai").Config(self.folder)
         config.overlay(self.overlay)
+        # An overlay does not change the EPs of a model that is one file.
         config.clear_providers()
-        for name, options in self.providers.items():
+        decoder = json.loads(self.overlay)["model"].get("decoder", {})
+        for name, options in _options(decoder):
             config.append_provider(name)
             for option, value in options.items():
                 config.set_provider_option(name, option, value)
         return config
+
+
+def _options(part: dict[str, Any]) -> list[tuple[str, dict[str, str]]]:
+    """The EPs of a decoder or of a stage, by onnxruntime-genai's names, with their options."""
+    entries = part.get("session_options", {}).get("provider_options", [])
+    return [item for entry in entries for item in entry.items()]
 
 
 def genai_folder(
@@ -71,8 +74,7 @@ def genai_folder(
     ways.sort(key=lambda way: way[0][0].target == loader.SOURCE)
     attempts = []
     for (variant, *_), _ in ways:
-        root, providers = variant.package.root, dict[str, dict[str, str]]()
-        is_source = variant.target == loader.SOURCE
+        root, is_source = variant.package.root, variant.target == loader.SOURCE
         # In an editable install the source is the project's own.
         folder = root / variant.folder if is_source else root / name
         if variant.problem is None and not (folder / _CONFIG).is_file():
@@ -82,44 +84,40 @@ def genai_folder(
                 raise variant.problem  # noqa: TRY301
             overlay = json.loads((root / name / variant.target / _OVERLAY).read_bytes())
             if not is_source:
-                providers = _ready(loader, variant, request, overlay)
+                _prepare(loader.Opener(variant, request), overlay)
         except (ImportError, loader.SkipTargetError) as error:
             outcome, reason = loader.Outcome.SKIPPED, str(error)
         except Exception as error:
             outcome, reason = loader.Outcome.FAILED, f"{type(error).__name__}: {error}"
         else:
-            return GenaiFolder(str(folder), json.dumps(overlay), variant.target, providers)
+            return GenaiFolder(str(folder), json.dumps(overlay), variant.target)
         attempts.append(loader.TargetAttempt(variant.target, outcome, reason))
         loader.log("info", f"{name} on {attempts[-1]}")
     raise loader.LoadError(f"the model {name!r} cannot be opened on this machine:", attempts)
 
 
-def _ready(
-    loader: Any, variant: Variant, request: Any, overlay: dict[str, Any]
-) -> dict[str, dict[str, str]]:
-    """Check that the device is there, and register its EP; returns the EPs of the decoder, with options."""
+def _prepare(opener: Any, overlay: dict[str, Any]) -> None:
+    """Check that the device is there, register its EP, and complete the options in ``overlay``."""
+    variant = opener.variant
     variant.package.on_disk(variant)
-    opener = loader.Opener(variant, request)
     opener.check()
     with opener.lock:
         # As for a session, which is not opened: that is how the loader compares chips too.
         opener._add_devices(opener.ort.SessionOptions(), {})  # noqa: SLF001
-        _register(variant, opener.find_devices()[0])
-    session = overlay["model"]["decoder"].get("session_options", {})
-    own = opener._provider_options()  # noqa: SLF001
-    entries = session.get("provider_options", [])
-    return {name: {**options, **own} for entry in entries for name, options in entry.items()}
-
-
-def _register(variant: Variant, device: Any) -> None:
-    genai = importlib.import_module("onnxruntime_genai")
-    registered: set[str] = vars(genai).setdefault(_REGISTERED, set())
-    library = device.ep_metadata.get("library_path", "")
-    if library and library not in registered:
-        try:
-            genai.register_execution_provider_library(variant.plugin["registration_name"], library)
-        except Exception as error:
-            # By the app.
-            if "already registered" not in str(error):
-                raise
-        registered.add(library)
+        library = opener.find_devices()[0].ep_metadata.get("library_path", "")
+        genai = importlib.import_module("onnxruntime_genai")
+        registered: set[str] = vars(genai).setdefault(_REGISTERED, set())
+        if library and library not in registered:
+            registration_name = variant.plugin["registration_name"]
+            try:
+                genai.register_execution_provider_library(registration_name, library)
+            except Exception as error:
+                # By the app.
+                if "already registered" not in str(error):
+                    raise
+            registered.add(library)
+    decoder = overlay["model"]["decoder"]
+    stages = [stage for entry in decoder.get("pipeline", ()) for stage in entry.values()]
+    for part in stages or [decoder]:
+        for _, options in _options(part):
+            options.update(opener._provider_options())  # noqa: SLF001

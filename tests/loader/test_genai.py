@@ -9,6 +9,7 @@ import pytest
 
 from hatch_epcontext import _genai, loader
 from hatch_epcontext.package.bundle import bundle
+from tests.conftest import needs
 from tests.language_models import make_folder
 from tests.results import compiled, configured, install
 
@@ -35,7 +36,7 @@ def package(project: Path, tmp_path: Path) -> Path:
 def test_without_the_device_it_is_the_plain_folder(package: Path) -> None:
     overlay = '{"model": {"context_length": 128}, "search": {"max_length": 128}}'
     chosen = _genai.genai_folder("llama", package=package)
-    assert chosen == (str(package / "llama"), overlay, "source", {})
+    assert chosen == (str(package / "llama"), overlay, "source")
     with pytest.raises(loader.LoadError, match=r"\n  rtx: skipped, .+ cannot be loaded"):
         _genai.genai_folder("llama", target="rtx", package=package)
 
@@ -55,3 +56,14 @@ def test_in_an_editable_install_it_is_the_folder_of_the_project(
     chosen = _genai.genai_folder("llama", package=package)
     assert Path(chosen.folder).samefile(folder)
     assert (chosen.overlay, chosen.target) == ('{"model": {}}', "source")
+
+
+@needs("onnxruntime_genai")
+def test_a_model_of_one_file_gets_the_ep_of_its_target(package: Path) -> None:
+    import onnxruntime_genai
+
+    overlay = (package / "llama" / "rtx" / "overlay.json").read_text()
+    config = _genai.GenaiFolder(str(package / "llama"), overlay, "rtx").config()
+    # For NVIDIA's GPUs it is another distribution.
+    with pytest.raises(RuntimeError, match="libonnxruntime-genai-cuda|Cuda interface"):
+        onnxruntime_genai.Model(config)
