@@ -28,7 +28,7 @@ from hatch_epcontext.config.settings import SYNTHETIC, BuildSettings
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem
 from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Record, Source
+from hatch_epcontext.jobs.artifact import GENERATOR, PACKAGE, Artifact, Built, Record, Source
 from hatch_epcontext.jobs.cache.build import Cache, changed_error
 from hatch_epcontext.jobs.cache.shared import Transport, TransportError, in_thread
 from hatch_epcontext.jobs.cache.store import DamagedError, read_record
@@ -54,25 +54,19 @@ WORKER_SECONDS = 30.0
 _POLL_SECONDS = 1.0
 """Seconds between looks at the cluster, and between a worker's looks whether its task is still wanted."""
 
-_devices: dict[str, threading.Lock] = {}
-"""The locks of exclusive devices, for all tasks of a worker."""
-
-_NAME = "hatch-epcontext"
-"""Of this distribution, and in the names of tasks."""
-
 
 @dataclass(frozen=True)
 class Task:
     """A job of a build, and what a worker needs to run it.
 
-    ``files``: what the job reads, by path, in the shared cache at the URL ``cache``. ``versions``: those that
-    the build began with, see `look`. The others are those of `Workers`.
+    ``files``: what the job reads, by path, in the shared cache at the URL ``cache``. ``needed``: what the
+    build began with, see `look`. The others are those of `Workers`.
     """
 
     job: Job
-    sources: tuple[Source, ...]
+    sources: Mapping[str, Source]
     files: Mapping[str, FileRecord]
-    versions: Mapping[str, str]
+    needed: Mapping[str, str]
     cache: str
     timeout: float
     memory_limit: int | None
@@ -120,10 +114,12 @@ class Cluster:
         if job.target.from_cache:
             return run_job(self._build, job)
         try:
-            address = self._find_worker(job, threading.Event())
-            own = {_NAME: hatch_epcontext.__version__}
-            versions = self._client.run(look, to_json(job), own, workers=[address])[address]
-            return self._known(job, versions) or self._run(job, versions)
+            needed = {GENERATOR: hatch_epcontext.__version__}
+            if (plugin := job.target.provider.plugin) and plugin.path:
+                needed[plugin.path] = str(job.target.settings.library_sha256)
+            address = self._wait(job)
+            versions = self._client.run(look, to_json(job), needed, workers=[address])[address]
+            return self._known(job, versions) or self._run(job, versions, needed)
         except Exception as error:
             if self._workers.stopped:
                 raise job.located(interrupted()) from None
@@ -141,37 +137,29 @@ class Cluster:
             cached = replace(job, target=replace(job.target, from_cache=True))
             built = run_job(self._build, cached)
             record = built.artifact.record
-            if {**record.versions, _NAME: versions[_NAME]} == versions:
+            if record.versions == versions:
                 return replace(built, job=record.recipe.form_of(job))
         shutil.rmtree(self._build.staging / PACKAGE / job.folder, ignore_errors=True)
         return None
 
-    def _run(self, job: Job, versions: Mapping[str, str]) -> Built:
-        """The result of a worker, which is stored in the cache of the build."""
-        sources = tuple(self._build.sources[model.name] for model in job.models)
+    def _run(self, job: Job, versions: Mapping[str, str], needed: Mapping[str, str]) -> Built:
+        """The result of a worker that has ``versions`` and what is ``needed``; it is stored in the cache."""
+        sources = {model.name: self._build.sources[model.name] for model in job.models}
         inputs = (*(model.validate.inputs for model in job.models), job.target.calibration)
         named = [path for path in inputs if path not in ("", *SYNTHETIC)]
         named += (file.path for file in job.target.files)
-        files = [file for source in sources for file in source.files]
+        files = [file for source in sources.values() for file in source.files]
         files += (file for path in named for file in input_files(path))
-        workers, sent = self._workers, {str(file): self._send(file) for file in files}
-        limits = workers.timeout, workers.memory_limit
-        task = Task(job, sources, sent, versions, self._transport.url, *limits)
-        future = self._client.submit(
-            run_task,
-            to_json(task),
-            [*sent, *named],
-            resources=dict(job.target.resources) or None,
-            pure=False,
-        )
-        ended, start = threading.Event(), time.monotonic()
+        sent = {str(file): self._send(file) for file in files}
+        limits = self._workers.timeout, self._workers.memory_limit
+        needed = {**needed, **versions}
+        task = to_json(Task(job, sources, sent, needed, self._transport.url, *limits))
+        own = dict(job.target.resources) or None
+        future = self._client.submit(run_task, task, [*sent, *named], resources=own, pure=False)
+        ended = threading.Event()
         future.add_done_callback(lambda _: ended.set())
         try:
-            while not ended.wait(_POLL_SECONDS):
-                self._find_worker(job, ended)
-                if workers.progress and workers.pulse.due():
-                    seconds = time.monotonic() - start
-                    workers.progress(f"{job.location}: on the cluster for {seconds:.0f} s")
+            self._wait(job, ended)
             outcome = read_record(future.result(), Outcome)
         finally:
             future.cancel(force=True)
@@ -197,25 +185,31 @@ class Cluster:
                     raise changed_error(file)
         return record
 
-    def _find_worker(self, job: Job, ended: threading.Event) -> str:
-        """The address of a worker with the job's resources; empty if the job's task has ``ended`` first.
+    def _wait(self, job: Job, ended: threading.Event | None = None) -> str:
+        """The address of a worker with the job's resources: of the first one, or when its task has ``ended``.
 
-        Raises BuildError if none comes in time: dask lets tasks wait for ever.
+        Raises BuildError if there is none for some time: dask lets tasks wait for ever.
         """
-        resources, end = job.target.resources, time.monotonic() + WORKER_SECONDS
-        while not self._workers.stopped:
-            workers = self._client.scheduler_info(n_workers=-1)["workers"]
-            for address, worker in workers.items():
-                if all(worker["resources"].get(name, 0) >= n for name, n in resources.items()):
-                    return str(address)
-            if time.monotonic() > end:
+        resources, workers, address = job.target.resources, self._workers, ""
+        start = last = time.monotonic()
+        while True:
+            if workers.stopped:
+                raise interrupted()
+            present, now = self._client.scheduler_info(n_workers=-1)["workers"], time.monotonic()
+            for name, worker in present.items():
+                if all(worker["resources"].get(kind, 0) >= n for kind, n in resources.items()):
+                    address, last = name, now
+            if now > last + WORKER_SECONDS:
                 needs = ",".join(f"{name}={number:g}" for name, number in resources.items())
                 message = f"no worker with {needs or 'any resources'} came in {WORKER_SECONDS:g} s."
                 hint = f'Start one: dask worker <scheduler> --resources "{needs}"'
                 raise BuildError(Problem(Kind.NO_WORKER, "", message, hint))
-            if ended.wait(_POLL_SECONDS):
-                return ""
-        raise interrupted()
+            if ended and workers.progress and workers.pulse.due():
+                workers.progress(f"{job.location}: on the cluster for {now - start:.0f} s")
+            if address and ended is None:
+                return address
+            if (ended or threading.Event()).wait(_POLL_SECONDS):
+                return address
 
 
 def _connect(address: str) -> Any:
@@ -239,9 +233,7 @@ def _problems(error: Exception, who: str, url: str) -> tuple[Problem, ...]:
         return error.problems
     if isinstance(error, (TransportError, DamagedError)):
         message = f"{who} cannot use the shared cache: {error}."
-        hint = (
-            f"Let this machine and the workers read and write {url}. Remove there what is damaged."
-        )
+        hint = f"Let this machine and the workers read and write {url}, and remove what is damaged."
         return (Problem(Kind.UNUSABLE_CACHE, "", message, hint),)
     if worker := getattr(error, "last_worker", None):
         # Those before it were lost too.
@@ -251,10 +243,11 @@ def _problems(error: Exception, who: str, url: str) -> tuple[Problem, ...]:
     return (Problem(Kind.WORKER_LOST, "", message, hint),)
 
 
-def look(text: str, build: Mapping[str, str], dask_worker: Any) -> Mapping[str, str]:
-    """The versions of this package, and of those that compile a `Job`, on this worker.
+def look(text: str, needed: Mapping[str, str], dask_worker: Any) -> Mapping[str, str]:
+    """The versions of what compiles a `Job` on this worker.
 
-    Raises BuildError if it cannot compile the job, or lacks a library or versions that the ``build`` has.
+    ``needed``: versions, also of this package, and the sha256 of a library by its path. Raises BuildError if
+    the worker cannot compile the job, or has not all of them.
     """
     job = from_json(text, Job)
     where = f"the worker {dask_worker.name} ({dask_worker.address})"
@@ -264,12 +257,10 @@ def look(text: str, build: Mapping[str, str], dask_worker: Any) -> Mapping[str, 
         raise BuildError(
             *(replace(p, location="", message=f"on {where}: {p.message}") for p in error.problems)
         ) from None
-    versions = {_NAME: hatch_epcontext.__version__, **versions_of(job.target, installed)}
-    present, needed = versions, build
+    versions = versions_of(job.target, installed)
+    present = {GENERATOR: hatch_epcontext.__version__, **versions}
     if (plugin := job.target.provider.plugin) and (library := plugin.path):
-        sha256 = file_sha256(Path(library)) if Path(library).is_file() else "missing"
-        present = {**versions, library: sha256}
-        needed = {**build, library: str(job.target.settings.library_sha256)}
+        present[library] = file_sha256(Path(library)) if Path(library).is_file() else "missing"
     if not needed.items() <= present.items():
         message = f"{where} has {pairs(present)}, and the build began with {pairs(needed)}."
         raise BuildError(Problem(Kind.VERSION_MISMATCH, "", message))
@@ -305,18 +296,14 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
     transport = Transport(task.cache)
     workers = Workers(task.timeout, memory_limit=task.memory_limit)
     threading.Thread(target=watch, args=[worker.get_current_task()], daemon=True).start()
-    versions = look(to_json(task.job), task.versions, worker)
+    versions = look(to_json(task.job), task.needed, worker)
     transport.fetch_files(task.files, folder)
-    own_cache = os.environ.get(f"{PREFIX}CACHE_DIR")
-    cache = Cache(
-        Path(own_cache) if own_cache else default_root(), logging.getLogger(_NAME).warning
-    )
-    sources = {source.model.name: source for source in task.sources}
+    root = os.environ.get(f"{PREFIX}CACHE_DIR")
+    cache = Cache(Path(root) if root else default_root(), logging.getLogger(GENERATOR).warning)
     workers.expect([task.job.target.provider])
     with workers:
-        own = {name: version for name, version in versions.items() if name != _NAME}
-        by_target = {task.job.target.name: own}
-        build = Build(workers, cache, folder, by_target, sources, devices=_devices)
+        by_target = {task.job.target.name: versions}
+        build = Build(workers, cache, folder, by_target, task.sources)
         built = run_job(build, task.job)
     record = built.artifact.record
     for name in record.files:

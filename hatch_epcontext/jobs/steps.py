@@ -48,13 +48,16 @@ if TYPE_CHECKING:
 _SMALL = 10 * 10**6
 """The most bytes of a model with which starting a process takes a good part of the time."""
 
+_DEVICES: dict[str, threading.Lock] = {}
+"""The locks of exclusive devices, by the names of their EPs, for all builds of this process."""
+
 
 @dataclass(frozen=True)
 class Build:
     """What the ``jobs`` of one build share: the ``sources`` of models, by name, and files in ``staging``.
 
-    ``versions``: of what can change what is compiled, by target. ``devices``: the locks of exclusive devices,
-    by the names of their EPs. ``day``: the present one, as ``"2026-11-23"``.
+    ``versions``: of what can change what is compiled, by target. ``day``: the present one, as
+    ``"2026-11-23"``.
     """
 
     workers: Workers
@@ -63,7 +66,6 @@ class Build:
     versions: Mapping[str, Mapping[str, str]]
     sources: Mapping[str, Source]
     jobs: tuple[Job, ...] = ()
-    devices: dict[str, threading.Lock] = field(default_factory=dict)
     day: str = field(default_factory=lambda: datetime.now(timezone.utc).date().isoformat())
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -75,7 +77,7 @@ class Build:
         """The lock of a step that uses the target's EP: other steps wait if its device is exclusive."""
         if not target.provider.exclusive_device:
             return contextlib.nullcontext()
-        return self.devices.setdefault(target.provider.ep, threading.Lock())
+        return _DEVICES.setdefault(target.provider.ep, threading.Lock())
 
 
 @dataclass(frozen=True)
