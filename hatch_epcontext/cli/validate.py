@@ -14,6 +14,7 @@ from hatch_epcontext.cli._settings import (
     setting_flags,
     use_flag_names,
 )
+from hatch_epcontext.errors import BuildError
 from hatch_epcontext.jobs.report import describe_validation, validation_warnings
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
@@ -82,16 +83,17 @@ def command(
         message = "--provider and --source are for a single file: a model package has its own."
         raise click.UsageError(message)
 
-    def done(variant: ValidatedVariant) -> None:
+    variants = list[ValidatedVariant]()
+    for variant in validate_package(path, settings, workers):
+        variants.append(variant)
         if not as_json:
             echo(f"{variant.name}: {', '.join(_describe_variant(variant))}")
             if variant.validation is not None:
                 _warn(variant.name, variant.validation)
-
-    package = validate_package(path, settings, workers, done)
     if as_json:
-        click.echo(to_json(package), nl=False)
-    package.check()
+        click.echo(to_json({"path": str(path), "variants": variants}), nl=False)
+    if problems := [problem for variant in variants for problem in variant.problems]:
+        raise BuildError(*problems)
 
 
 def _warn(name: str, validation: Validation) -> None:

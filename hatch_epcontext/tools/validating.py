@@ -111,19 +111,6 @@ class ValidatedVariant:
         return f"{self.component} -> {self.variant}"
 
 
-@dataclass(frozen=True)
-class ValidatedPackage:
-    """The package at ``path``."""
-
-    path: str
-    variants: tuple[ValidatedVariant, ...]
-
-    def check(self) -> None:
-        """Raise BuildError if variants failed, or were not run."""
-        if problems := [problem for variant in self.variants for problem in variant.problems]:
-            raise BuildError(*problems)
-
-
 def validate_context(
     context: Path,
     provider: str | None,
@@ -354,13 +341,12 @@ def validate_package(
     path: Path,
     settings: Mapping[str, Any],
     make_workers: Callable[[float], Workers],
-    done: Callable[[ValidatedVariant], None],
-) -> ValidatedPackage:
-    """Validate the model package in the folder ``path``.
+) -> Iterator[ValidatedVariant]:
+    """Validate the model package in the folder ``path``, and yield each variant when it is finished.
 
     Each variant is opened and run in a process of its own, from a copy of its files in another folder, and
     compared with the package's own source model, or else its first variant for the CPU. ``make_workers`` gets
-    the timeout in seconds; ``done`` gets each variant when it is finished.
+    the timeout in seconds.
 
     Raises InspectionError with all errors of the manifest, or with all files that are damaged; ConfigError
     for settings that only a single context model takes; and RequirementError when ONNX Runtime is not
@@ -379,7 +365,6 @@ def validate_package(
     (model,) = config.models
     if model.validate.mode in _RUN:
         check_environment((), INSPECTION)
-    validated = []
     with make_workers(config.build.timeout) as workers:
         for name, component in package.components.items():
             for target, variant in component.variants.items():
@@ -396,9 +381,7 @@ def validate_package(
                         for problem in error.problems
                     )
                     result = replace(result, problems=tuple(problems))
-                validated.append(result)
-                done(result)
-    return ValidatedPackage(str(path), tuple(validated))
+                yield result
 
 
 def _read(folder: Path) -> ModelPackage:
