@@ -46,8 +46,8 @@ A copy of the folder has another name, and belongs to the user.
 _LOCKED_BYTE = 1000
 """The locked byte of a marker on Windows. Locking makes it unreadable, so it is after the text."""
 
-_LOCKED = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK})
-"""The system's errors for a file that is locked; the last two are those of Windows."""
+_LOCKED = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK, 0})
+"""The system's errors for a file that is locked: of POSIX, two of Windows, and none at all under Wine."""
 
 _BINARY = getattr(os, "O_BINARY", 0)
 

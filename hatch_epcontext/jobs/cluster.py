@@ -119,7 +119,7 @@ class Cluster:
                 needed[plugin.path] = str(job.target.settings.library_sha256)
             address = self._wait(job)
             versions = self._client.run(look, to_json(job), needed, workers=[address])[address]
-            return self._known(job, versions) or self._run(job, versions, needed)
+            return self._known(job, versions) or self._run(job, {**needed, **versions})
         except Exception as error:
             if self._workers.stopped:
                 raise job.located(interrupted()) from None
@@ -142,8 +142,8 @@ class Cluster:
         shutil.rmtree(self._build.staging / PACKAGE / job.folder, ignore_errors=True)
         return None
 
-    def _run(self, job: Job, versions: Mapping[str, str], needed: Mapping[str, str]) -> Built:
-        """The result of a worker that has ``versions`` and what is ``needed``; it is stored in the cache."""
+    def _run(self, job: Job, needed: Mapping[str, str]) -> Built:
+        """The result of a worker that has what is ``needed``; it is stored in the cache of the build."""
         sources = {model.name: self._build.sources[model.name] for model in job.models}
         inputs = (*(model.validate.inputs for model in job.models), job.target.calibration)
         named = [path for path in inputs if path not in ("", *SYNTHETIC)]
@@ -152,7 +152,6 @@ class Cluster:
         files += (file for path in named for file in input_files(path))
         sent = {str(file): self._send(file) for file in files}
         limits = self._workers.timeout, self._workers.memory_limit
-        needed = {**needed, **versions}
         task = to_json(Task(job, sources, sent, needed, self._transport.url, *limits))
         own = dict(job.target.resources) or None
         future = self._client.submit(run_task, task, [*sent, *named], resources=own, pure=False)

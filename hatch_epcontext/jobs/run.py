@@ -70,7 +70,9 @@ def download_sources(config: Config, workers: Workers) -> None:
         # Imported here: few models come from elsewhere.
         from hatch_epcontext.jobs.downloads import download_models
 
-        download_models(config.models, config, workers.progress or _ignore, workers.pulse)
+        download_models(
+            config.models, config, workers.progress or (lambda line: None), workers.pulse
+        )
 
 
 def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
@@ -91,10 +93,6 @@ def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
         if not target.from_cache:
             versions.setdefault(target.name, {}).update(versions_of(target, installed))
     return Build(workers, cache, staging, versions, sources, plan.jobs)
-
-
-def _ignore(line: str) -> None:
-    pass
 
 
 def build(
