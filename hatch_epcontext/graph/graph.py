@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -312,6 +312,20 @@ def array_of(tensor: onnx.TensorProto | None) -> Array | None:
         return onnx.numpy_helper.to_array(tensor)
     except (ValueError, TypeError):
         return None
+
+
+def with_outputs(
+    model: onnx.ModelProto, names: Iterable[str], elem_type: int | None = None
+) -> onnx.ModelProto:
+    """A copy of ``model`` that also returns the values called ``names``, of ``elem_type`` if given."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    own = {value.name for value in model.graph.output}
+    for name in dict.fromkeys(name for name in names if name not in own):
+        value = copy.graph.output.add(name=name)
+        if elem_type is not None:
+            value.type.tensor_type.elem_type = elem_type
+    return copy
 
 
 def inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:

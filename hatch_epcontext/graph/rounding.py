@@ -258,14 +258,7 @@ def _before(node: onnx.NodeProto, scope: Scope) -> Iterator[onnx.NodeProto]:
 
 def exposed(model: onnx.ModelProto, types: Types) -> onnx.ModelProto:
     """A copy of ``model`` with all its floats as outputs; ``types``: of its values."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
     scope = Scope.of(model, types)
-    outputs = {value.name for value in model.graph.output}
-    for node in model.graph.node:
-        for name in node.output:
-            if name and name not in outputs and scope.elem_type(name) == TensorProto.FLOAT:
-                copy.graph.output.append(
-                    helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
-                )
-    return copy
+    results = (name for node in model.graph.node for name in node.output if name)
+    floats = (name for name in results if scope.elem_type(name) == TensorProto.FLOAT)
+    return graph.with_outputs(model, floats, TensorProto.FLOAT)

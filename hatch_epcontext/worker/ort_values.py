@@ -109,14 +109,9 @@ def types_of_runtime(
 
     Empty if it cannot open the model, which is in the file ``path``.
     """
-    # It reports the types of outputs only, so all values become outputs.
-    extended = onnx.ModelProto()
-    extended.CopyFrom(model)
     names = list(names)
-    own = {value.name for value in (*model.graph.input, *model.graph.output)}
-    extended.graph.output.extend(
-        onnx.ValueInfoProto(name=name) for name in names if name not in own
-    )
+    # It reports the types of outputs only.
+    extended = graph.with_outputs(model, names)
     try:
         session = open_unoptimized(extended.SerializeToString(), path)
     except Exception:

@@ -136,7 +136,7 @@ SENSITIVE = 10.0
 errors differ by as much between inputs."""
 
 GAIN = 6.0
-"""Decibels that a change must gain to be worth its cost: half of the error."""
+"""Decibels of half of the error: what a change must gain to be worth its cost, and what rounding may cost."""
 
 
 FEW_SAMPLES = 8

@@ -29,12 +29,6 @@ from hatch_epcontext.worker.results import (
 SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
 """A simplifier may change only the order of additions."""
 
-_WRONG = 6.0
-"""Signal-to-noise ratio in decibels below which no limit is suggested: the error is half of the signal."""
-
-_WRONG_SLICE = 3.0
-"""The same for a slice, such as all scores of one class."""
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -193,10 +187,9 @@ def _advice(
     is_absolute = limits.atol is not None or limits.rtol is not None
     if is_absolute and agreement.max_abs > (limits.atol or 0):
         needed["atol"] = float(f"{1.006 * agreement.max_abs:.3g}")
-    # No limit should allow an output that is about as wrong as right.
-    is_wrong_slice = agreement.worst_snr is not None and agreement.worst_snr < _WRONG_SLICE
+    # No limit should allow an output, or a slice such as one class, with an error of half of the signal.
     is_wrong = (
-        needed["snr"] < _WRONG or is_wrong_slice
+        needed["snr"] < GAIN or (agreement.worst_snr is not None and agreement.worst_snr < GAIN)
         if "snr" in needed
         else needed.get("cosine", 1) <= 0
     )

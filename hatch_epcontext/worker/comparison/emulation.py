@@ -36,7 +36,7 @@ from hatch_epcontext.worker.comparison.runs import (
     run_steps,
     with_telling,
 )
-from hatch_epcontext.worker.comparison.selections import expose_reads
+from hatch_epcontext.worker.comparison.selections import with_reads
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import (
@@ -132,9 +132,7 @@ class Emulator:
         read_data(self._prepared, self._path.parent)
         widen(self._prepared)
         graph.name_nodes(self._prepared.graph)
-        emulated = self._rounded(self._prepared)
-        if (rest := self._reference.facts.selections.rest) is not None:
-            expose_reads(emulated, rest)
+        emulated = with_reads(self._rounded(self._prepared), self._reference.facts.selections.rest)
         session = open_unoptimized(emulated.SerializeToString())
         self.levels = [self._level(session, run) for run in self._reference.runs]
         self._emulated = (*self.levels,)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from hatch_epcontext.graph.dtypes import STRING, Array, Numbers, is_float
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.results import (
+    GAIN,
     NOTHING,
     Agreement,
     AgreementStatus,
@@ -63,9 +64,6 @@ _QUANTIZATION_STEPS = 32.0
 
 _SCORE = 5.0
 """The units that a single score counts as: on an NPU an error of 0.05 is 20 dB, whatever the threshold."""
-
-_STATE = 6.0
-"""Decibels that a state may have below the limit: if its error matters, outputs of later steps differ."""
 
 _SHARES = 64
 """The number of places in a slice that can have that signal if all values are probabilities."""
@@ -141,7 +139,8 @@ class OutputFacts:
 
     def within(self, limits: Tolerance) -> Tolerance:
         """The ``limits`` for this output: lower ones if it is a state."""
-        return replace(limits, snr=limits.snr - _STATE) if self.is_state else limits
+        # If the error of a state matters, outputs of later steps differ.
+        return replace(limits, snr=limits.snr - GAIN) if self.is_state else limits
 
     def scores_of(self, array: Array) -> Array | None:
         """The scores in ``array``, values of this output; None if it has none."""

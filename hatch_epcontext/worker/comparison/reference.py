@@ -48,14 +48,11 @@ from hatch_epcontext.worker.comparison.runs import (
 from hatch_epcontext.worker.comparison.selections import selections
 from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.results import Agreement, AgreementStatus
+from hatch_epcontext.worker.results import FEW_SAMPLES, GAIN, Agreement, AgreementStatus
 from hatch_epcontext.worker.samples import MANY, SOME, Sample, run_samples
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.source import ranges_for, source_failed, typed_graph
 from hatch_epcontext.worker.states import state_pairs
-
-_MAX_ON_TARGET = 8
-"""The most given samples that are run on the target too."""
 
 _NO_SCORE = 0.05
 """Scores and probabilities up to this value mean that nothing was detected."""
@@ -65,9 +62,6 @@ _FEW = 4
 
 _ROUNDING = 2.0**-20
 """The relative errors of weights whose effect on integers is measured, as float32 sums have them."""
-
-_MARGIN = 6.0
-"""Decibels by which other rounding errors may have a larger effect than the measured ones."""
 
 _FEW_VALUES = 16
 
@@ -277,12 +271,9 @@ def _open(source: onnx.ModelProto, path: Path, inner: frozenset[str]) -> ort.Inf
     options = cpu_options()
     set_model_path(path, options)
     is_changed = separate_outputs(source)
-    if inner := inner - {value.name for value in source.graph.output}:
-        probed = onnx.ModelProto()
-        probed.CopyFrom(source)
-        probed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
+    if inner - {value.name for value in source.graph.output}:
         with contextlib.suppress(Exception):
-            return open_session(probed.SerializeToString(), options)
+            return open_session(graph.with_outputs(source, inner).SerializeToString(), options)
     if is_changed:
         return open_session(source.SerializeToString(), options)
     return open_session(path, cpu_options())
@@ -329,7 +320,7 @@ def _is_same(out: Array, ref: Array) -> bool:
 def _choose_given(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
     """``runs``, of which the target runs the first few too; or the sequences of steps."""
     sequences = [run for run in runs if len(run.steps) > 1]
-    number = 1 if len(sequences) > 1 else _MAX_ON_TARGET
+    number = 1 if len(sequences) > 1 else FEW_SAMPLES
     names = {run.name for run in (*runs[:number], *sequences)}
     return [replace(run, on_target=run.name in names) for run in runs]
 
@@ -468,7 +459,8 @@ def within_noise(limits: Tolerance, facts: Facts) -> Tolerance:
         return limits
     outputs = dict(limits.outputs)
     for name, noise in ((name, output.noise) for name, output in facts.outputs.items()):
-        if (snr := round(max(noise - _MARGIN, QUANTIZED.snr), 1)) < limits.snr:
+        # Other rounding errors may have a larger effect than the measured ones.
+        if (snr := round(max(noise - GAIN, QUANTIZED.snr), 1)) < limits.snr:
             cosine = min(limits.cosine, 1 - 10 ** (-snr / 10))
             outputs[name] = {"snr": snr, "cosine": cosine, **outputs.get(name, {})}
     return replace(limits, outputs=outputs)

@@ -22,11 +22,8 @@ from hatch_epcontext.worker.comparison.measures import (
 from hatch_epcontext.worker.comparison.selections import Selections, select
 from hatch_epcontext.worker.ort_values import not_finite, run
 from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.results import Agreement, AgreementStatus
+from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement, AgreementStatus
 from hatch_epcontext.worker.samples import Sample
-
-_OTHERS = 8
-"""The number of samples that show how large an output's values are."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ class Reference:
     @cached_property
     def usual(self) -> Sequence[ReferenceRun]:
         """The first usual samples."""
-        return [*itertools.islice((run for run in self.runs if run.usual), _OTHERS)]
+        return [*itertools.islice((run for run in self.runs if run.usual), FEW_SAMPLES)]
 
     @cached_property
     def _elsewhere(self) -> dict[str, Elsewhere]:

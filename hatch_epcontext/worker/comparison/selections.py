@@ -416,15 +416,12 @@ def _suppressed(scope: Scope) -> set[str]:
 def open_with_reads(path: Path, rest: Rest, options: ort.SessionOptions) -> ort.InferenceSession:
     """A session of the model in the file ``path``, which also returns the values that ``rest`` reads."""
     set_model_path(path, options)
-    model = onnx.load(path, load_external_data=False)
-    expose_reads(model, rest)
+    model = with_reads(onnx.load(path, load_external_data=False), rest)
     return open_session(model.SerializeToString(), options)
 
 
-def expose_reads(model: onnx.ModelProto, rest: Rest) -> None:
-    """Make the values that ``rest`` reads outputs of ``model``, in place, if nodes compute all of them."""
+def with_reads(model: onnx.ModelProto, rest: Rest | None) -> onnx.ModelProto:
+    """``model`` with the values that ``rest`` reads as outputs, if nodes compute all of them."""
     results = {name for node in model.graph.node for name in node.output}
-    own = {value.name for value in model.graph.output}
-    if results.issuperset(rest.reads):
-        more = (onnx.ValueInfoProto(name=name) for name in rest.reads if name not in own)
-        model.graph.output.extend(more)
+    reads = rest.reads if rest is not None and results.issuperset(rest.reads) else ()
+    return graph.with_outputs(model, reads)

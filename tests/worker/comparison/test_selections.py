@@ -21,9 +21,9 @@ from hatch_epcontext.worker.comparison.rows import Choice
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
 from hatch_epcontext.worker.comparison.selections import (
     Selections,
-    expose_reads,
     select,
     selections,
+    with_reads,
 )
 from hatch_epcontext.worker.ort_values import run
 from hatch_epcontext.worker.results import Agreement, differences
@@ -475,12 +475,9 @@ class Suppressing(Compared):
         self.name = next(iter(self.wanted))
 
     def outputs(self, x: Array, *, exposed: bool = True) -> dict[str, Array]:
-        made = onnx.ModelProto()
-        made.CopyFrom(self.source)
         rest = self.expected.facts.selections.rest
         assert rest is not None
-        if exposed:
-            expose_reads(made, rest)
+        made = with_reads(self.source, rest if exposed else None)
         session = open_session(made.SerializeToString(), cpu_options())
         return run(session, {"x": x.astype(np.float32)})
 
