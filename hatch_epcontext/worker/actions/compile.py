@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from hatch_epcontext.worker.compiler import compile_buffers, compile_context, ex
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
-from hatch_epcontext.worker.results import Context
 from hatch_epcontext.worker.source import data_of, open_dimension_message, read_source
 
 _PREFIX = "ep.context_node_name_prefix"
@@ -41,32 +40,38 @@ def handle(request: CompileRequest) -> CompileReply:
     if request.buffers is not None:
         _compile_buffers(request, request.buffers)
         return CompileReply((), time.monotonic() - start)
-    paths = (
-        str(_at_fixed_path(model, Path(path)))
-        for model, path in zip(request.models, request.prepared, strict=True)
+    folder, provider = Path(request.folder), request.target.provider
+    prepared = [
+        _at_fixed_path(*each) for each in zip(request.models, request.prepared, strict=True)
+    ]
+    results = [folder / provider.result_file(model.name) for model in request.models]
+    jobs = [*zip(request.models, prepared, results, strict=True)]
+    for model, path, result in jobs:
+        sharing = _sharing(request.target, model, is_last=result == results[-1])
+        _compile(path, result, model, request.target, sharing if len(results) > 1 else {})
+    if len(results) > 1:
+        _equalize_spill_fill(results)
+    contexts = tuple(
+        read_context(model, path, result, request.target)
+        if provider.product == "context"
+        else read_optimized(model.name, result)
+        for model, path, result in jobs
     )
-    request = replace(request, prepared=tuple(paths))
-    if len(request.models) > 1:
-        contexts = compile_group(request)
-    else:
-        contexts = tuple(
-            _compile(request, model, Path(path))
-            for model, path in zip(request.models, request.prepared, strict=True)
-        )
-    for model, context in zip(request.models, contexts, strict=True):
-        result = Path(request.folder) / context.model_file
+    if len(results) > 1:
+        _check_shared(results)
+    for model, path, result in jobs:
         _finish(onnx.load(result, load_external_data=False), model, result)
-    if request.target.settings.recompile:
-        _add_prepared(request)
+        if request.target.settings.recompile:
+            _add_prepared(path, model, folder / PREPARED)
     return CompileReply(contexts, time.monotonic() - start)
 
 
-def _at_fixed_path(model: Model, prepared: Path) -> Path:
-    """A path to ``prepared`` that is the same in every build, relative to the worker's folder.
+def _at_fixed_path(model: Model, path: str) -> Path:
+    """A path to the model at ``path`` that is the same in every build, relative to the worker's folder.
 
     EPs such as QNN derive names in the compiled blob from the path that ONNX Runtime gets.
     """
-    folder = Path(PREPARED) / model.name
+    folder, prepared = Path(PREPARED) / model.name, Path(path)
     folder.parent.mkdir(exist_ok=True)
     try:
         # Not its files: ONNX Runtime refuses some external data that is a link.
@@ -77,14 +82,12 @@ def _at_fixed_path(model: Model, prepared: Path) -> Path:
     return folder / prepared.name
 
 
-def _add_prepared(request: CompileRequest) -> None:
-    """Put the prepared models, with their external data, into the artifact."""
-    for model, path in zip(request.models, map(Path, request.prepared), strict=True):
-        onnx_model = onnx.load(path, load_external_data=False)
-        folder = Path(request.folder) / PREPARED
-        folder.mkdir(exist_ok=True)
-        put_data(data_of(onnx_model, path, model.key), path.parent, folder)
-        _finish(onnx_model, model, folder / f"{model.name}.onnx")
+def _add_prepared(path: Path, model: Model, folder: Path) -> None:
+    """Put the prepared model at ``path``, with its external data, into ``folder``."""
+    onnx_model = onnx.load(path, load_external_data=False)
+    folder.mkdir(exist_ok=True)
+    put_data(data_of(onnx_model, path, model.key), path.parent, folder)
+    _finish(onnx_model, model, folder / f"{model.name}.onnx")
 
 
 def _finish(onnx_model: onnx.ModelProto, model: Model, result: Path) -> None:
@@ -95,21 +98,20 @@ def _finish(onnx_model: onnx.ModelProto, model: Model, result: Path) -> None:
     onnx.save(onnx_model, result)
 
 
-def _compile(request: CompileRequest, model: Model, prepared: Path) -> Context:
-    target, provider = request.target, request.target.provider
-    result = Path(request.folder) / provider.result_file(model.name)
-    if provider.product == "context":
-        if provider.by_library and provider.compiler_library is not None:
-            compiler = importlib.import_module(provider.compiler_library.compiler)
-            compiler.compile_with_library(prepared, result, target, model)
-        else:
-            try:
-                compile_context(prepared, result, target, model=model)
-            except UnavailableError as error:
-                raise _with_library(error, target) from error
-        return read_context(model, prepared, result, target)
-    optimize(prepared, result, target.settings.optimization, target)
-    return read_optimized(model.name, result)
+def _compile(
+    prepared: Path, result: Path, model: Model, target: Target, sharing: Mapping[str, str]
+) -> None:
+    provider = target.provider
+    if provider.product != "context":
+        optimize(prepared, result, target.settings.optimization, target)
+    elif provider.by_library and provider.compiler_library is not None:
+        compiler = importlib.import_module(provider.compiler_library.compiler)
+        compiler.compile_with_library(prepared, result, target, model)
+    else:
+        try:
+            compile_context(prepared, result, target, sharing, model)
+        except UnavailableError as error:
+            raise _with_library(error, target) from error
 
 
 def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
@@ -127,35 +129,24 @@ def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
     )
 
 
-def compile_group(request: CompileRequest) -> tuple[Context, ...]:
-    """Compile the request's models in order, each into a context model that names the same sidecar.
+def _sharing(target: Target, model: Model, *, is_last: bool) -> dict[str, str]:
+    """The session options with which ``model`` shares weights with the models of its group."""
+    return {
+        "ep.share_ep_contexts": "1",
+        # All partitions are in one sidecar, so their names must differ.
+        _PREFIX: f"{target.settings.session_options.get(_PREFIX, '')}{model.name}_",
+        **({"ep.stop_share_ep_contexts": "1"} if is_last else {}),
+    }
 
-    Raises BuildError when one cannot be compiled, or when they do not share a sidecar.
-    """
-    folder, target = Path(request.folder), request.target
-    provider = target.provider
-    results = [folder / provider.result_file(model.name) for model in request.models]
-    for model, path, result in zip(request.models, request.prepared, results, strict=True):
-        sharing = {
-            "ep.share_ep_contexts": "1",
-            # All partitions are in one sidecar, so their names must differ.
-            _PREFIX: f"{target.settings.session_options.get(_PREFIX, '')}{model.name}_",
-        }
-        if result == results[-1]:
-            sharing["ep.stop_share_ep_contexts"] = "1"
-        compile_context(Path(path), result, target, sharing, model)
-    _equalize_spill_fill(results)
-    contexts = tuple(
-        read_context(model, Path(path), result, target)
-        for model, path, result in zip(request.models, request.prepared, results, strict=True)
-    )
+
+def _check_shared(results: Iterable[Path]) -> None:
+    """Raise ModelError unless the context models ``results`` name the same sidecar."""
     sidecars = {result.name: _sidecars(result) for result in results}
     if len(set().union(*sidecars.values())) != 1:
         named = "; ".join(f"{name}: {', '.join(sorted(files))}" for name, files in sidecars.items())
         message = f"the models do not share one sidecar: {named}."
         hint = "Check that they have the same weights, and that the EP can share them."
         raise ModelError(Problem(Kind.NOT_SHARED, "", message, hint))
-    return contexts
 
 
 def _sidecars(result: Path) -> set[str]:

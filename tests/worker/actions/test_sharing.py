@@ -10,7 +10,7 @@ import pytest
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.actions.compile import _equalize_spill_fill, compile_group
+from hatch_epcontext.worker.actions.compile import _equalize_spill_fill
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.requests import CompileRequest
 from tests.conftest import needs_qnn
@@ -68,7 +68,7 @@ def test_contexts_with_a_sidecar_each_are_an_error(
     with pytest.raises(
         BuildError, match=r"do not share one sidecar: prefill_ctx\.onnx: prefill_ctx"
     ) as raised:
-        compile_group(request)
+        run_compile(request)
     assert raised.value.problems[0].kind is Kind.NOT_SHARED
 
 
