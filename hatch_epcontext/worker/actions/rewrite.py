@@ -15,7 +15,7 @@ import onnxruntime as ort
 from hatch_epcontext.errors import BuildError, EpcontextError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import TooManyNodesError
-from hatch_epcontext.graph.external import load_whole, put_data
+from hatch_epcontext.graph.external import put_data
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
@@ -29,7 +29,7 @@ from hatch_epcontext.worker.comparison.compare import (
     compare_runs,
     refuse_differences,
 )
-from hatch_epcontext.worker.comparison.reference import round_weights
+from hatch_epcontext.worker.comparison.reference import open_rounded
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     ReferenceRun,
@@ -180,7 +180,11 @@ class _RewriteSession:
             except BuildError:
                 # The model itself is not so exact in float32 either: differences of nearly equal values and
                 # logarithms of values near zero are mostly rounding.
-                before = self._rounded(path.parent)
+                options = cpu_options()
+                if self.request.simplify:
+                    # As `optimize` runs the rewritten model: fused operators round differently.
+                    options.graph_optimization_level = LEVELS["basic"]
+                before = open_rounded(Path(self.request.before.path), path.parent, options)
                 anything = Tolerance(snr=NOTHING, cosine=-1)
                 own = self._check(before, expected, anything, expected.runs)
                 if own + NOTHING > _EXACT:
@@ -189,17 +193,6 @@ class _RewriteSession:
                 self._check(session, expected, replace(tolerance, snr=allowed), expected.runs)
             return
         self._check(session, expected, tolerance)
-
-    def _rounded(self, folder: Path) -> ort.InferenceSession:
-        """A session of the prepared model with other rounding errors."""
-        model = load_whole(Path(self.request.before.path))
-        round_weights(model)
-        written = self._save(model, folder / "rounded.onnx", Path(self.request.before.path).parent)
-        options = cpu_options()
-        if self.request.simplify:
-            # As `optimize` runs the rewritten model: fused operators round differently.
-            options.graph_optimization_level = LEVELS["basic"]
-        return open_session(written, options)
 
     def _check(
         self,

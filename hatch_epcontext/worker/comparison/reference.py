@@ -414,16 +414,13 @@ def source_reference(
 def with_noise(path: Path, expected: Reference) -> Reference:
     """``expected``, the reference of the quantized model at ``path``, with its noise."""
     step("measuring the noise of the source model")
-    onnx_model = load_whole(path)
-    round_weights(onnx_model)
     rng, runs = np.random.default_rng(1), []
     for run in expected.runs:
         feeds = ({name: _rounded(array, rng) for name, array in fed.items()} for fed in run.steps)
         runs.append(replace(run, steps=tuple(feeds)))
     outputs = dict(expected.facts.outputs)
     with temp_dir() as folder:
-        save_whole(onnx_model, folder / "rounded.onnx")
-        session = open_session(folder / "rounded.onnx", cpu_options())
+        session = open_rounded(path, folder, cpu_options())
         for agreement in _compared(session, Reference(tuple(runs), expected.facts)):
             own = outputs[agreement.output]
             # Equal outputs have no noise, and NaN instead of a number says nothing of other numbers.
@@ -435,14 +432,19 @@ def with_noise(path: Path, expected: Reference) -> Reference:
     return Reference(expected.runs, replace(expected.facts, outputs=outputs))
 
 
-def round_weights(onnx_model: onnx.ModelProto) -> None:
-    """Add rounding errors to the weights of a model, as from sums in another order, in place."""
-    rng = np.random.default_rng(0)
+def open_rounded(path: Path, folder: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+    """A session of the model at ``path`` whose weights have rounding errors, as from sums in another order.
+
+    It is written into ``folder``.
+    """
+    onnx_model, rng = load_whole(path), np.random.default_rng(0)
     for tensor in onnx_model.graph.initializer:
         # A few numbers may be sizes, such as those of a Resize, which must not change.
         if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW_VALUES:
             rounded = _rounded(onnx.numpy_helper.to_array(tensor), rng)
             tensor.CopyFrom(onnx.numpy_helper.from_array(rounded, tensor.name))
+    save_whole(onnx_model, folder / "rounded.onnx")
+    return open_session(folder / "rounded.onnx", options)
 
 
 def _rounded(array: Array, rng: np.random.Generator) -> Array:
