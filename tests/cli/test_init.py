@@ -290,10 +290,11 @@ def test_builds_of_any_back_end_work_without_another_edit(
         script = 'from setuptools import setup\nsetup(name="my-app", packages=["my_app"])\n'
         (project / "setup.py").write_text(script, encoding="utf-8")
     monkeypatch.chdir(project)
+    cli("init", "-p", "cpu")
+    # The back ends call programs, and no worker does.
     scripts = sysconfig.get_path("scripts")
     monkeypatch.setenv("PATH", f"{scripts}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(cache))
-    cli("init", "-p", "cpu")
     hooks = BuildBackendHookCaller(str(project), "hatch_epcontext.backend")
     with zipfile.ZipFile(tmp_path / hooks.build_wheel(str(tmp_path))) as archive:
         assert {"my_app/__init__.py", "my_app/epcontext/manifest.json"} <= {*archive.namelist()}

@@ -65,5 +65,5 @@ def test_a_model_of_one_file_gets_the_ep_of_its_target(package: Path) -> None:
     overlay = (package / "llama" / "rtx" / "overlay.json").read_text()
     config = _genai.GenaiFolder(str(package / "llama"), overlay, "rtx").config()
     # For NVIDIA's GPUs it is another distribution.
-    with pytest.raises(RuntimeError, match="libonnxruntime-genai-cuda|Cuda interface"):
+    with pytest.raises(RuntimeError, match=r"libonnxruntime-genai-cuda|Cuda interface"):
         onnxruntime_genai.Model(config)
