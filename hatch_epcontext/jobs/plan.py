@@ -9,7 +9,7 @@ from typing import Any
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.requirements import FARM, requirements
+from hatch_epcontext.jobs.requirements import FARM, GENAI, requirements
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import file_name
@@ -159,7 +159,15 @@ def plan(config: Config) -> Plan:
 def _requirements(config: Config) -> tuple[str, ...]:
     if config.environment.only_from_cache:
         return ()
-    return requirements(config.targets) if config.build.scheduler is None else FARM
+    if config.build.scheduler is not None:
+        return FARM
+    answers = any(
+        target.provider.simulator and not target.from_cache
+        for model in config.models
+        if model.genai is not None and model.validate.mode in ("auto", "require")
+        for target in model.targets
+    )
+    return (*requirements(config.targets), *((GENAI,) if answers else ()))
 
 
 def jobs_of(config: Config) -> tuple[Job, ...]:

@@ -36,6 +36,9 @@ INSPECTION = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *TOOLS)
 FARM = (*INSPECTION, "distributed>=2025.4")
 """The requirements to read models, and to submit jobs to a dask cluster."""
 
+GENAI = "onnxruntime-genai>=0.18; python_version >= '3.11'"
+"""The requirement to compare what language models answer."""
+
 _IN_TURN = (
     "Build some targets with HATCH_EPCONTEXT_TARGETS=<names>, which fills the cache, and then all "
     "with HATCH_EPCONTEXT_FROM_CACHE=<names>."

@@ -14,8 +14,9 @@ from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.number_format import RewriteName
-from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.providers import Plugin, Tolerance
 from hatch_epcontext.worker.results import (
+    Answer,
     Context,
     ModelFacts,
     Precision,
@@ -172,6 +173,21 @@ class ValidateRequest(WorkerRequest[Validation], action="validate"):
     reference: str | None = None
     ranges: Mapping[str, Range] = field(default_factory=dict)
     prepared: str | None = None
+
+
+@dataclass(frozen=True)
+class ConverseRequest(WorkerRequest[tuple[Answer, ...]], action="converse"):
+    """Answer ``prompts`` of tokens with the language model in ``folder``, a copy with what was compiled.
+
+    ``source`` and ``compiled``: the overlays of its genai_config.json with which it is that on the CPU, and
+    on the EP in the library ``plugin``.
+    """
+
+    folder: str
+    source: str
+    compiled: str
+    plugin: Plugin
+    prompts: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)

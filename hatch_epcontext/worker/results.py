@@ -323,6 +323,20 @@ def _least(one: float | None, other: float | None) -> float | None:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """How near ``steps`` of what a compiled language model answers are to the CPU's, after ``prompt`` tokens.
+
+    ``snr``: of the logits, in decibels. ``others``: steps with another most likely token, although the CPU's
+    is ahead by more than the largest error.
+    """
+
+    prompt: int
+    steps: int
+    snr: float
+    others: int
+
+
+@dataclass(frozen=True)
 class Emulation:
     """The effect of an EP's number ``format`` on a model, emulated on the CPU for ``samples`` inputs; 0 if
     that was not possible. For samples that the target ran, its results count.

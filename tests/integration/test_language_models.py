@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 
+from hatch_epcontext.errors import BuildError
 from hatch_epcontext.jobs.cache.build import Cache
+from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build
+from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.compiling import export
 from hatch_epcontext.tools.inspecting import inspect
+from hatch_epcontext.worker.requests import ConverseRequest
 from tests.conftest import needs, needs_qnn
 from tests.integration.conftest import build_project, run, tool
 from tests.language_models import PROMPTS, make_folder
@@ -100,6 +105,25 @@ def test_stages_for_an_npu_give_the_same_tokens_as_the_cpu(folder: Path, tmp_pat
     target, tokens = answers(tmp_path / "site", {"device": "any"})
     assert target == "npu"
     assert tokens == answers(tmp_path / "site", folder)[1]
+    overlay = json.loads((package / "llama" / "npu" / "overlay.json").read_bytes())
+    first, last = (stage for (stage,) in map(dict.values, overlay["model"]["decoder"]["pipeline"]))
+    first["filename"], last["filename"] = last["filename"], first["filename"]
+    plugin = PROVIDERS["qnn"].plugin
+    assert plugin is not None
+    prompts = ((1, 50, 60),)
+    swapped, source = json.dumps(overlay), '{"model": {}}'
+    request = ConverseRequest(str(package / "llama"), source, swapped, plugin, prompts)
+    with pytest.raises(BuildError, match="invalid dimensions"):
+        Workers(100).call(request, tmp_path / "call", location="llama")
+
+
+@needs_qnn
+def test_a_token_of_prompts_that_fills_chunks_too_is_an_error(tmp_path: Path) -> None:
+    make_folder(tmp_path / "project" / "models" / "llama", pad_token_id=100)
+    project = make_project(tmp_path / "project", TOML + NPU)
+    with pytest.raises(BuildError, match="after 96 tokens") as raised:
+        build(plan(configured(project, TOML + NPU)), tmp_path / "out", Cache(None, print), print)
+    assert [problem.location for problem in raised.value.problems] == ["llama -> npu"]
 
 
 @needs_qnn
@@ -107,6 +131,8 @@ def test_a_wheel_has_the_stages_with_shared_weights(folder: Path, tmp_path: Path
     project = make_project(tmp_path / "project", TOML + NPU)
     wheel, printed = build_project(project)
     assert "llama.shared (llama.64 + llama.1) -> npu (qnn): compiled, " in printed
+    # Of what was compiled alone.
+    assert "llama -> npu: onnxruntime-genai answers 2 prompts as on the CPU" in printed
     (package,) = inspect(wheel).packages.values()
     assert {name for name in package.files if name.startswith("llama/npu/")} == {
         "llama/npu/llama.1_ctx.onnx",

@@ -1,0 +1,107 @@
+"""Let onnxruntime-genai answer prompts with a language model on the CPU, and with what was compiled of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hatch_epcontext.config.settings import GENAI_CONFIG
+from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.requests import ConverseRequest
+from hatch_epcontext.worker.results import NOTHING, Answer
+from hatch_epcontext.worker.session import library_of
+
+_STEPS = 4
+"""The tokens after each prompt."""
+
+_SECONDS = 120.0
+"""Seconds after which no other prompt begins: a simulator may be slow."""
+
+Rows = NDArray[np.float64]
+
+
+def handle(request: ConverseRequest) -> tuple[Answer, ...]:
+    """Compare the logits after each prompt, with the same tokens forced: free ones would diverge for good at
+    the first near tie. Raises what onnxruntime-genai raises.
+    """
+    genai: Any = importlib.import_module("onnxruntime_genai")
+    content = json.loads((Path(request.folder) / GENAI_CONFIG).read_bytes())["model"]
+    stops = np.atleast_1d(content.get("eos_token_id", [])).tolist()
+    # A cache for the longest conversation can be too large; that of a pipeline has a fixed size.
+    grows = "pipeline" not in content["decoder"]
+    step("answering prompts on the CPU")
+    model = _open(genai, request.folder, request.source)
+    expected = [_rows(genai, model, prompt, stops=stops, grows=grows) for prompt in request.prompts]
+    del model
+    step("answering prompts with what was compiled")
+    plugin = request.plugin
+    library = plugin.path or library_of(plugin.module)
+    genai.register_execution_provider_library(plugin.registration_name, library)
+    model, answers = _open(genai, request.folder, request.compiled), list[Answer]()
+    start = time.monotonic()
+    for prompt, (reference, tokens) in zip(request.prompts, expected, strict=True):
+        if not answers or time.monotonic() < start + _SECONDS:
+            rows, _ = _rows(genai, model, prompt, tokens)
+            answers.append(_answer(len(prompt), reference, rows))
+    return tuple(answers)
+
+
+def _open(genai: Any, folder: str, overlay: str) -> Any:
+    config = genai.Config(folder)
+    config.overlay(overlay)
+    # Those of the folder are for other machines; what was compiled names its own.
+    config.clear_providers()
+    return genai.Model(config)
+
+
+def _rows(
+    genai: Any,
+    model: Any,
+    prompt: Sequence[int],
+    tokens: Sequence[int] | None = None,
+    *,
+    stops: Sequence[int] = (),
+    grows: bool = False,
+) -> tuple[Rows, list[int]]:
+    """The logits of the tokens after ``prompt``, and these: ``tokens``, or the likeliest ones but ``stops``.
+
+    ``grows``: whether the cache may be as small as the prompt needs.
+    """
+    parameters = genai.GeneratorParams(model)
+    limit = {"max_length": len(prompt) + _STEPS} if grows else {}
+    parameters.set_search_options(do_sample=False, min_length=0, **limit)
+    generator = genai.Generator(model, parameters)
+    generator.append_tokens(np.array(prompt, np.int32))
+    rows, forced = [], list[int]()
+    for number in range(_STEPS):
+        logits = np.asarray(generator.get_logits())
+        row = logits.reshape(-1, logits.shape[-1])[-1].astype(np.float64)
+        rows.append(row)
+        allowed = row.copy()
+        allowed[list(stops)] = -np.inf
+        token = int(allowed.argmax()) if tokens is None else tokens[number]
+        forced.append(token)
+        only = np.full((1, 1, row.size), -1e9, np.float32)
+        only[0, 0, token] = 0
+        generator.set_logits(only)
+        generator.generate_next_token()
+    return np.stack(rows), forced
+
+
+def _answer(prompt: int, reference: Rows, rows: Rows) -> Answer:
+    """How near ``rows`` of logits are to the ``reference``, after a prompt of that many tokens."""
+    error = np.abs(rows - reference)
+    if not np.isfinite(error).all():
+        return Answer(prompt, len(rows), NOTHING, len(rows))
+    noise, signal = np.square(error).sum(), np.square(reference).sum()
+    second, first = np.sort(reference, axis=1)[:, -2:].T
+    others = (rows.argmax(1) != reference.argmax(1)) & (first - second > error.max(1))
+    snr = 10 * np.log10(max(signal, 1e-30) / max(noise, 1e-30))
+    return Answer(prompt, len(rows), float(snr), int(others.sum()))
