@@ -60,6 +60,8 @@ class HatchBuild(ProjectBuild):
         """Compile all models, and add their package to the wheel, with its SBOM and its tag."""
         from hatch_epcontext.package import wheel
 
+        # Hatch itself would fail after everything is compiled.
+        wheel.source_date()
         config = self._overridden()
         project = self._project()
         wheel.check_app(config.targets, project.dependencies)

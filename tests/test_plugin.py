@@ -239,6 +239,15 @@ def test_an_app_that_cannot_run_what_is_compiled_is_refused(
     assert ": EPC102\n" in failure(root, capsys)
 
 
+def test_an_invalid_time_is_an_error_before_anything_is_compiled(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
+    printed = failure(root, capsys)
+    assert "SOURCE_DATE_EPOCH: EPC020" in printed
+    assert "-> " not in printed
+
+
 def test_an_invalid_configuration_is_one_message(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,6 @@ import csv
 import gzip
 import hashlib
 import io
-import os
 import re
 import tarfile
 import time
@@ -27,11 +26,7 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, Problem, WheelError
 from hatch_epcontext.files import remove
-from hatch_epcontext.package.wheel import ProjectMetadata, tag
-from hatch_epcontext.text import show
-
-_EPOCH = 1580601600
-"""The time of added files without SOURCE_DATE_EPOCH, which hatchling uses too: 2020-02-02."""
+from hatch_epcontext.package.wheel import ProjectMetadata, source_date, tag
 
 _CHUNK = 1 << 20
 
@@ -162,7 +157,7 @@ def _systems(platform: str) -> set[str]:
 
 
 def _added(path: str, file: Path) -> zipfile.ZipInfo:
-    info = zipfile.ZipInfo(path, time.gmtime(max(_time(), _FIRST_OF_ZIP))[:6])
+    info = zipfile.ZipInfo(path, time.gmtime(max(source_date(), _FIRST_OF_ZIP))[:6])
     # Above 4 GiB it has another format.
     info.file_size = file.stat().st_size
     info.external_attr = 0o100644 << 16
@@ -184,7 +179,7 @@ def write_sdist(
         _whole_or_none(folder / sdist.name) as target,
         tarfile.open(sdist) as old,
         target.open("wb") as raw,
-        gzip.GzipFile("", "wb", fileobj=raw, mtime=_time()) as packed,
+        gzip.GzipFile("", "wb", fileobj=raw, mtime=source_date()) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new,
     ):
         for member in old:
@@ -192,15 +187,7 @@ def write_sdist(
                 new.addfile(member, old.extractfile(member) if member.isreg() else None)
         for path, source in sorted(files.items()):
             added = tarfile.TarInfo(f"{sdist.name.removesuffix('.tar.gz')}/{path}")
-            added.size, added.mtime = source.stat().st_size, _time()
+            added.size, added.mtime = source.stat().st_size, source_date()
             with source.open("rb") as file:
                 new.addfile(added, file)
     return target
-
-
-def _time() -> int:
-    text = os.environ.get("SOURCE_DATE_EPOCH") or str(_EPOCH)
-    if not text.isdecimal():
-        message = f"must be a number of seconds, not {show(text)}."
-        raise ConfigError(Problem(Kind.INVALID_VARIABLE, "SOURCE_DATE_EPOCH", message))
-    return int(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import csv
+import os
 import re
 import zipfile
 import zlib
@@ -26,7 +27,7 @@ from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.requirements import installed
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.text import listing, show_size
+from hatch_epcontext.text import listing, show, show_size
 
 FOLDER = "epcontext"
 """The name of the package's folder in the app's import package, by default."""
@@ -36,6 +37,9 @@ OUTPUT = Key() / "output"
 
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 """What `zipfile` raises for contents that it cannot read."""
+
+_EPOCH = 1580601600
+"""The time of added files without SOURCE_DATE_EPOCH, which hatchling uses too: 2020-02-02."""
 
 _MAX_NAMED = 5
 """Of more files than this, a message gives the number."""
@@ -69,6 +73,15 @@ class ProjectMetadata:
         dependencies = tuple(fields.get_all("Requires-Dist", []))
         about = fields["Name"], fields["Version"], fields["License-Expression"]
         return cls(*about, dependencies, freezes)
+
+
+def source_date() -> int:
+    """The time of added files, in seconds since 1970; raises ConfigError if SOURCE_DATE_EPOCH is none."""
+    text = os.environ.get("SOURCE_DATE_EPOCH") or str(_EPOCH)
+    if not text.isdecimal():
+        message = f"must be a number of seconds, not {show(text)}."
+        raise ConfigError(Problem(Kind.INVALID_VARIABLE, "SOURCE_DATE_EPOCH", message))
+    return int(text)
 
 
 def selected_files(builder_config: Any) -> dict[str, Path]:
