@@ -139,17 +139,13 @@ def _advice(
     # An architecture is that of several chips.
     if not names or len(names) < len(provider.chips):
         return _NEWER, unchecked
-    items = value if isinstance(value, list | tuple) else render(value).split(",")
-    numbers = [render(item).strip() for item in items]
-    if len(numbers) == 1 and numbers[0].isdecimal():
-        nearest = sorted(names, key=lambda number: abs(int(number) - int(numbers[0])))[:3]
+    text = render(value)
+    if text.isdecimal():
+        nearest = sorted(names, key=lambda number: abs(int(number) - int(text)))[:3]
         shown = listing(f"{number} ({names[number]})" for number in nearest)
         return f"The nearest: {shown}.\n{_NEWER}", unchecked
-    chips = [names[number] for number in numbers if number in names]
-    key = Key((*target, "chip"), place.model, place.name)
-    near = near_name(numbers[0], provider.chips) if numbers and not chips else None
-    hint = f"{near or ''} Name the chip:".lstrip()
-    return hint, Setting(key, chips if len(chips) == len(numbers) > 0 else None)
+    hint = f"{near_name(text, provider.chips) or ''} Name the chip, or a list of chips:".lstrip()
+    return hint, Setting(Key((*target, "chip"), place.model, place.name))
 
 
 _NEWER = "If the EP is newer than this package:"

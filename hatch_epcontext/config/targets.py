@@ -25,18 +25,14 @@ _MAX = 150
 
 def check_name(key: Key, name: str) -> Iterator[Problem]:
     """A model's or target's name, which becomes a folder in the wheel."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name.endswith("."):
-        message = f"{show(name)} cannot be the name of a folder in the wheel."
-        hint = "Use letters, digits, '.', '_' and '-', with a letter or digit first."
-        yield Problem.at(key, Kind.INVALID_NAME, message, hint)
-    elif is_device(name):
-        message = f"{show(name)} is the name of a device on Windows, where the wheel could not be unpacked."
-        yield Problem.at(key, Kind.INVALID_NAME, message, "Choose another name.")
-    elif len(name) > _MAX:
-        message = f"has {len(name)} characters, which is too long for file names: {show(name)}."
-        yield Problem.at(
-            key, Kind.INVALID_NAME, message, f"Give a name with at most {_MAX} characters."
+    pattern = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_MAX - 1}}}"
+    if not re.fullmatch(pattern, name) or name.endswith(".") or is_device(name):
+        message = f"{show(name)} cannot be the name of a folder on every system."
+        hint = (
+            f"Use at most {_MAX} letters, digits, '.', '_' and '-', with a letter or digit first, and no name "
+            "of a device on Windows, such as con or aux."
         )
+        yield Problem.at(key, Kind.INVALID_NAME, message, hint)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def model(keys: str) -> str:
         (f'{CPU}models = ["models/a.onnx", {{ path = "models/b.onnx", name = "A" }}]',
          "models[1]", 'has the same name as tool.epcontext.models[0] (models/a.onnx): "A"'),
         (model('name = "a/b"'), "models[0].name", "cannot be the name of a folder"),
-        (model('name = "CON"'), "models[0].name", "is the name of a device"),
+        (model('name = "CON"'), "models[0].name", "cannot be the name of a folder"),
         (model('targets = ["x"]'), "models[0].targets", '"x" is not a target'),
         (model("targets = []"), "models[0].targets", "names no target"),
         (model("constants = { x = 1979-05-27 }"), "models[0].constants", "must be numbers"),

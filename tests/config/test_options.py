@@ -129,8 +129,8 @@ UNCHECKED = "targets.qnn.allow-unknown-options = true"
 @pytest.mark.parametrize(
     ("options", "option", "words"),
     [
-        ("soc_model = [60, 57]", "soc_model",
-         'targets.qnn.chip = ["snapdragon-x-elite", "snapdragon-8-gen-3"]'),
+        ("soc_model = [60, 57]", "soc_model", "Name the chip, or a list of chips:"),
+        ("soc_model = [60, 57]", "soc_model", "targets.qnn.chip"),
         ("soc_model = 61", "soc_model", "60 (snapdragon-x-elite), 62 (sa8540) and 57 (snapdragon-8-gen-3)"),
         ("soc_model = 61", "soc_model", UNCHECKED),
         ('soc_model = "x-elite"', "soc_model", 'Did you mean "snapdragon-x-elite"?'),

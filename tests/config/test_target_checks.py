@@ -27,7 +27,7 @@ RTX = f'{MODELS}[targets.rtx]\nprovider = "tensorrt-rtx"\n'
         (f'{CPU}requirements = ["a b"]', "targets.cpu.requirements[0]", "must be a requirement"),
         (f'{MODELS}[targets.Source]\nprovider = "qnn"',
          "targets.Source", "is reserved for the source model"),
-        (f'{MODELS}[targets.nul]\nprovider = "qnn"', "targets.nul", "is the name of a device"),
+        (f'{MODELS}[targets.nul]\nprovider = "qnn"', "targets.nul", "cannot be the name of a folder"),
         (f'{MODELS}[targets.Q]\nprovider = "qnn"\n[targets.q]\nprovider = "qnn"',
          "targets.q", "has the same name as"),
         (f"{CPU}resources = {{ NPU = nan }}", "targets.cpu.resources.NPU", "must be a number above 0"),
