@@ -280,7 +280,8 @@ class _JobRun:
         """The result, with what else was ``tried``; raises BuildError if more must be known of it."""
         form, artifact = winner.recipe.form_of(self._job), self._artifacts[winner.key]
         for model in form.models:
-            check_required(form, model, winner.validations[model.name])
+            if model.validate.mode == "require":
+                check_required(form, model, winner.validations[model.name])
         win = self._search.won_by(winner, tried).winners[self._search.terms]
         preparations = (
             replace(done, tried=tuple(dict.fromkeys((*done.tried, *win.tried))))
@@ -374,9 +375,7 @@ def worst_of_alone(alone: Sequence[Validation], reason: str) -> Validation:
 
 
 def check_required(job: Job, model: Model, validation: Validation) -> None:
-    """Raise BuildError if ``model`` must be run, and was not, or if its comparison is inconclusive."""
-    if model.validate.mode != "require":
-        return
+    """Raise BuildError if ``model``, which must be run, was not, or if its comparison is inconclusive."""
     validate = model.key / "validate"
     if validation.status is not ValidationStatus.RAN and not job.target.from_cache:
         only_mode = replace(model.validate, mode="auto") == ValidateTable()

@@ -45,6 +45,9 @@ from hatch_epcontext.worker.results import Context, Precision, Preparation, Vali
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import Prepared
 
+_UNFUSED = "nothing folded into convolutions"
+"""What a recipe without `Recipe.fuse` changes, as a rewrite."""
+
 _SMALL = 10 * 10**6
 """The most bytes of a model with which starting a process takes a good part of the time."""
 
@@ -221,11 +224,8 @@ class Steps:
                 prepared = self._simplify(job, job.models[index], recipe, worker)
             if not recipe.fuse:
                 fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
-                names, changed = (
-                    ("nothing folded into convolutions",),
-                    prepared.nodes != fused.nodes,
-                )
-                prepared = replace(prepared, rewrites=names, changed=changed)
+                rewrites, changed = (_UNFUSED,), prepared.nodes != fused.nodes
+                prepared = replace(prepared, rewrites=rewrites, changed=changed)
         return self._prepared.setdefault(steps, prepared)
 
     def _prepare_all(
