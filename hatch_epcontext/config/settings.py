@@ -256,22 +256,21 @@ class Model:
         return self.sizes if self.sizes and is_listed else self.key / name
 
     def on(self, target: Target) -> Model:
-        """The model for requests that compile it for ``target``."""
+        """The model of a job for ``target``."""
         fixed = target.settings.static_shapes
         return dataclasses.replace(self, targets=(), static_shapes=fixed)
 
     def to_run_on(self, target: Target) -> Model:
-        """The model for requests that run it on ``target``.
+        """The model of a job for ``target``, as it is run there.
 
         If the target's profiles leave shapes open, the inputs have the ``opt`` shapes of the first profile.
         """
         fed = {
             name: tuple(shapes["opt"]) for p in target.profiles[:1] for name, shapes in p.items()
         }
-        model = self.on(target)
         # All open inputs are in the profile; other sizes may be outside of it.
-        dims = {} if fed and not model.static_shapes else model.dims
-        return dataclasses.replace(model, dims=dims, shapes={**fed, **model.shapes})
+        dims = {} if fed and not self.static_shapes else self.dims
+        return dataclasses.replace(self, dims=dims, shapes={**fed, **self.shapes})
 
     @property
     def configured_name(self) -> str:

@@ -31,14 +31,16 @@ _NOT_COMPILED = frozenset(
 class Job:
     """Models that are compiled together for one target: several only when they share weights.
 
-    ``group``: the name of their weight-sharing group. ``chip``: for a job of `alone`, the options that name
-    its chip, if its target has several.
+    ``models`` are as this target needs them. ``group``: the name of their weight-sharing group. ``chip``: for
+    a job of `alone`, the options that name its chip, if its target has several. ``is_only``: whether the
+    models have no other targets.
     """
 
     models: tuple[Model, ...]
     target: Target
     group: str | None = None
     chip: str = ""
+    is_only: bool = True
 
     @property
     def name(self) -> str:
@@ -62,7 +64,7 @@ class Job:
         of a model with several.
         """
         problems: Iterable[Problem] = error.located(*self._place).problems
-        if any(len(model.targets) > 1 for model in self.models):
+        if not self.is_only:
             own = (self.target.name,)
             problems = (
                 dataclasses.replace(p, targets=p.targets or own) if p.key is not None else p
@@ -87,7 +89,7 @@ class Job:
     def alone(self) -> tuple[Job, ...]:
         """A job for each model on each chip whose result is run instead; empty where nothing is to be run."""
         return tuple(
-            Job((model,), with_options(self.target, options), chip=chip)
+            Job((model,), with_options(self.target, options), chip=chip, is_only=self.is_only)
             for model in self.models
             if self.reason_not_to_open and model.validate.mode == "auto"
             for chip, options in self._chips().items()
@@ -124,7 +126,7 @@ class Job:
         """
         models = [
             # Without a comparison, preparation may accept the result of another simplifier.
-            (sha256, model_settings(model.on(self.target)), model.is_compared)
+            (sha256, model_settings(model), model.is_compared)
             for sha256, model in zip(contents, self.models, strict=True)
         ]
         return value_sha256([FORMAT, models, self.target.settings, calibration])
@@ -179,12 +181,13 @@ def jobs_of(config: Config) -> tuple[Job, ...]:
             if model.genai is not None and target.provider.product == "optimized":
                 # onnxruntime-genai optimizes what it opens, and the folder is shipped.
                 continue
-            members = _members(config, model, target)
-            if len(members) < 2:
-                jobs.append(Job((model,), target))
-            elif members[0][0] is model:
-                problems += _check_group(members)
-                jobs.append(Job(tuple(m for m, _ in members), target, model.share_weights))
+            members = _members(config, model, target) or [(model, target)]
+            if members[0][0] is model:
+                group = model.share_weights if len(members) > 1 else None
+                problems += _check_group(members) if group else ()
+                models = tuple(member.on(target) for member, _ in members)
+                is_only = all(len(member.targets) == 1 for member, _ in members)
+                jobs.append(Job(models, target, group, is_only=is_only))
     if problems:
         # A model with several shapes is several `Model`s, with the same problems.
         raise ConfigError(*{str(problem): problem for problem in problems}.values())

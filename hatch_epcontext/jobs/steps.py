@@ -123,9 +123,8 @@ class Steps:
                 # ONNX Runtime would fuse what preparation has deliberately not fused.
                 settings = replace(target.settings, optimization="none")
                 target = replace(target, settings=settings)
-            models = tuple(model.on(job.target) for model in job.models)
             paths = tuple(model.path for model in prepared)
-            request = CompileRequest(models, paths, target, str(folder))
+            request = CompileRequest(job.models, paths, target, str(folder))
             call = self.build.scratch("compile")
             # Hashed and validated when it is complete, and the device is free.
             compiler: AbstractContextManager[Worker] = contextlib.closing(worker)
@@ -265,7 +264,7 @@ class Steps:
         tolerance = model.tolerance_for(job.target) if settings.changes_precision else None
         calibration = job.target.calibration
         request = PrepareRequest(
-            model.on(job.target),
+            model,
             recipe.simplifier,
             str(folder),
             model.is_compared,
@@ -294,7 +293,7 @@ class Steps:
         settings = job.target.settings
         is_other = settings.changes_precision and before.precision
         request = RewriteRequest(
-            model.on(job.target),
+            model,
             before,
             refused,
             str(folder),

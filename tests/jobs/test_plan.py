@@ -85,10 +85,10 @@ provider = "tensorrt"
 profiles = [{{ x = {{ min = [1, 3], opt = [8, 3], max = [32, 3] }} }}]
 {keys}
 """
-    (model,) = config(project, toml).models
-    spec = model.to_run_on(model.targets[0])
+    (job,) = plan(config(project, toml)).jobs
+    spec = job.models[0].to_run_on(job.target)
     assert (dict(spec.shapes), dict(spec.dims)) == ({"x": (8, 3), "y": (4,)}, dims)
-    assert model.on(model.targets[0]).dims == {"n": 4}
+    assert job.models[0].dims == {"n": 4}
 
 
 @newer_python
