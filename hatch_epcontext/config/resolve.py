@@ -32,7 +32,6 @@ from hatch_epcontext.config.settings import (
     OptionFile,
     Quantize,
     Target,
-    module_of,
 )
 from hatch_epcontext.config.tables import (
     FallbackTable,
@@ -131,7 +130,7 @@ class Resolver:
         names = self._environment.targets
         targets = [target for target in model.targets if names is None or target.name in names]
         companions = {**_companions(targets, model.genai), SOURCE: model.companion}
-        modules = {name: module_of(its) if its else "" for name, its in companions.items()}
+        modules = {name: (its or "").replace("-", "_") for name, its in companions.items()}
         modules = modules if any(modules.values()) else {}
         return dataclasses.replace(model, targets=tuple(targets), modules=modules)
 

@@ -43,11 +43,6 @@ SYNTHETIC = ("ones", "random", "zeros")
 """Names of generated dummy inputs."""
 
 
-def module_of(companion: str) -> str:
-    """The import package in the wheel of the distribution ``companion``."""
-    return companion.replace("-", "_")
-
-
 @dataclass(frozen=True)
 class Quantize:
     """How a float model is quantized: the integers of its activations and of its weights."""
@@ -360,23 +355,15 @@ class Config:
             return self
         models = []
         for model in self.models:
-            changes: dict[str, Any] = {
-                "targets": tuple(t for t in model.targets if t.companion == companion)
-            }
-            if companion is not None:
-                changes["modules"] = {}
-                changes["fallback"] = "source" if model.companion == companion else "none"
-            elif model.companion is not None:
-                changes["fallback"] = "none"
-            models.append(dataclasses.replace(model, **changes))
-        if companion is None:
-            return dataclasses.replace(self, models=tuple(models))
-        return dataclasses.replace(
-            self,
-            models=tuple(m for m in models if m.targets or m.fallback != "none"),
-            wheel=dataclasses.replace(self.wheel, tag="auto"),
-            unused=(),
-        )
+            targets = tuple(t for t in model.targets if t.companion == companion)
+            fallback: Fallback = model.fallback if companion is None else "none"
+            if model.companion is not None:
+                fallback = "source" if model.companion == companion else "none"
+            if companion is None or targets or fallback != "none":
+                models.append(dataclasses.replace(model, targets=targets, fallback=fallback))
+        tag = self.wheel.tag if companion is None else "auto"
+        wheel = dataclasses.replace(self.wheel, tag=tag)
+        return dataclasses.replace(self, models=tuple(models), wheel=wheel)
 
     @property
     def targets(self) -> tuple[Target, ...]:

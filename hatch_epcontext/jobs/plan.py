@@ -223,15 +223,7 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
                     f"Remove {name}, or the group.",
                 )
     for model, target in others:
-        if target.companion != first.companion:
-            yield Problem.at(
-                target.place("companion"),
-                Kind.INVALID_COMPANION,
-                f"{model.name} shares weights with {members[0][0].name}, which is in another wheel, and "
-                "one sidecar is in one wheel.",
-                "Remove the key from the models, and set it in the target.",
-            )
-        elif dataclasses.replace(target, changes=first.changes) != first:
+        if dataclasses.replace(target, changes=first.changes) != first:
             yield Problem.at(
                 model.key / "share-weights",
                 Kind.INVALID_SHARING,

@@ -1,35 +1,45 @@
-"""Companion wheels: what the app's extras say of them, their wheels, and whether two have the same models.
+"""Companion wheels: how the app's extras pin them, their wheels, and those that were published before.
 
 A companion is a whole, portable model package in an import package of its own. hatchling writes its wheel.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import html
+import http
 import re
 import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
 
-from hatch_epcontext.config.settings import Config, module_of
+from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import (
     ConfigError,
-    Diagnosed,
     InspectionError,
     Key,
     Kind,
     Problem,
-    collect,
+    RequirementError,
 )
-from hatch_epcontext.files import temp_dir
+from hatch_epcontext.files import file_sha256, temp_dir
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.plan import jobs_of
+from hatch_epcontext.jobs.web import download
 from hatch_epcontext.package.bundle import Bundle
 from hatch_epcontext.package.folder import read
 from hatch_epcontext.package.manifest import FILE
@@ -38,14 +48,22 @@ from hatch_epcontext.serialize import to_plain, value_sha256
 from hatch_epcontext.shipped import METADATA
 from hatch_epcontext.text import listing, show, suggestion, to_toml
 
-_EXTRA = re.compile(r"extra == [\"']([^\"']+)[\"']")
-
-_PLATFORM = re.compile("sys_platform|platform_|os_name")
+_ON_MACHINE = re.compile("sys_platform|platform_|os_name")
 """What a marker has that depends on the machine."""
 
 _LICENSES = ("LICEN[CS]E*", "COPYING*", "NOTICE*")
 
-_ANY = "py3-none-any"
+_MAX_WHEEL = 1 << 34
+"""The most bytes of a published wheel."""
+
+_TIMEOUT = 30
+"""Seconds for the page of an index."""
+
+# In another process: back ends run code of the project.
+_PREPARE = """
+import sys, hatch_epcontext.backend
+hatch_epcontext.backend.prepare_metadata_for_build_wheel(sys.argv[1])
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +81,30 @@ class Companion:
     @property
     def module(self) -> str:
         """Its import package."""
-        return module_of(self.name)
+        return self.name.replace("-", "_")
+
+
+def project_metadata(root: Path, table: Mapping[str, Any], *, by_hatch: bool) -> ProjectMetadata:
+    """What METADATA of the project in ``root`` says; ``table`` is its ``[project]``.
+
+    Raises RequirementError if only the build back end knows it, and cannot be asked.
+    """
+    if by_hatch or "optional-dependencies" in table:
+        from hatchling.builders.wheel import WheelBuilder
+
+        names = ("name", "dependencies", "optional-dependencies")
+        static = {"version": "0", **{name: table[name] for name in names if name in table}}
+        builder = WheelBuilder(str(root), config=None if by_hatch else {"project": static})
+        return ProjectMetadata.read(builder.config.core_metadata_constructor(builder.metadata))
+    with temp_dir() as folder:
+        command = [sys.executable, "-c", _PREPARE, str(folder)]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        for file in folder.glob("*.dist-info/METADATA"):
+            return ProjectMetadata.read(file.read_text(encoding="utf-8"))
+    message = "only the build back end knows the extras of the project, and it does not say them."
+    hint = "Install what [build-system] requires into this environment."
+    log = (done.stdout + done.stderr)[-2000:]
+    raise RequirementError(Problem(Kind.MISSING_REQUIREMENT, str(root), message, hint, log=log))
 
 
 def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
@@ -72,73 +113,56 @@ def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
     Raises ConfigError for those that it does not pin, and for models of one sidecar in several wheels.
     """
     jobs_of(config)
-    companions, problems = collect(_pinned(config, project))
+    app, companions, problems = canonicalize_name(project.name), list[Companion](), list[Problem]()
+    named: dict[str, list[Requirement]] = {}
+    for requirement in map(Requirement, project.dependencies):
+        named.setdefault(canonicalize_name(requirement.name), []).append(requirement)
+    for name, key in config.companions.items():
+        own, marker = named.get(name, []), _marker(config.of_wheel(name))
+        extras = [e for r in own for e in re.findall(r'extra == "([^"]+)"', str(r.marker))]
+        pins = {re.fullmatch(r"==([^*,]+)", str(r.specifier)) and str(r.specifier) for r in own}
+        version = re.search(r"\d[^,*]*(?=,|$)", " ".join(str(r.specifier) for r in own))
+        text = f"{name}=={version[0] if version else 1}" + (f"; {marker}" if marker else "")
+        extra = extras[0] if extras else name.removeprefix(f"{app}-")
+        line = f"Write in [project.optional-dependencies]: {extra} = {to_toml([text])}"
+        message = ""
+        if name == app:
+            message, line = "is the app itself.", "Give the companion a name of its own."
+        elif not own:
+            message = "is not pinned by any extra of the app, and could not be installed with it."
+            line = " ".join(filter(None, (suggestion(name, named), line)))
+        elif len(pins) > 1 or None in pins:
+            others = listing(show(str(requirement)) for requirement in own)
+            message = f"must be pinned with == to one version, by which it is built: {others}."
+        elif marker and not all(_ON_MACHINE.search(str(r.marker)) for r in own):
+            message = "is for some platforms only, and without a marker the extra is for all."
+        if message:
+            problems.append(Problem.at(key, Kind.INVALID_COMPANION, f"{name} {message}", line))
+        else:
+            install = f"{project.name}[{extras[0]}]" if extras else project.name
+            (pin,) = own[0].specifier
+            companions.append(Companion(name, pin.version, install, key))
     if problems:
         raise ConfigError(*problems)
     return companions
 
 
-def _pinned(config: Config, project: ProjectMetadata) -> Diagnosed[list[Companion]]:
-    named: dict[str, list[Requirement]] = {}
-    for requirement in map(Requirement, project.dependencies):
-        named.setdefault(canonicalize_name(requirement.name), []).append(requirement)
-    companions = []
-    for name, key in config.companions.items():
-        own, marker = named.get(name, []), _marker(config.of_wheel(name))
-        extras = [extra for r in own for extra in _EXTRA.findall(str(r.marker or ""))]
-        versions = {_pin(requirement) for requirement in own}
-        version = next((v.version for r in own for v in r.specifier if "*" not in v.version), "1")
-        text = f"{name}=={version}" + (f"; {marker}" if marker else "")
-        extra = next(iter(extras), name.removeprefix(f"{canonicalize_name(project.name)}-"))
-        line = f"Write in [project.optional-dependencies]: {extra} = {to_toml([text])}"
-        message = ""
-        if name == canonicalize_name(project.name):
-            message, line = "is the app itself.", "Give the companion a name of its own."
-        elif not own:
-            message = "is not pinned by any extra of the app, and could not be installed with it."
-            line = " ".join(filter(None, (suggestion(name, named), line)))
-        elif len(versions) > 1 or None in versions:
-            others = listing(show(str(requirement)) for requirement in own)
-            message = f"must be pinned with == to one version, by which it is built: {others}."
-        elif marker and not all(_PLATFORM.search(str(r.marker)) for r in own):
-            message = "is for some platforms only, and without a marker the extra is for all."
-        if message:
-            yield Problem.at(key, Kind.INVALID_COMPANION, f"{name} {message}", line)
-        else:
-            install = f"{project.name}[{extras[0]}]" if extras else project.name
-            companions.append(Companion(name, version, install, key))
-    return companions
-
-
-def _pin(requirement: Requirement) -> str | None:
-    """The version to which ``requirement`` pins its package, if it does."""
-    specifiers = list(requirement.specifier)
-    is_pin = [s.operator for s in specifiers] == ["=="] and "*" not in specifiers[0].version
-    return specifiers[0].version if is_pin else None
-
-
 def _tag(config: Config) -> str:
     """The tag of the companion with the models of ``config``: a source is for any machine."""
     has_source = any(model.fallback == "source" for model in config.models)
-    return _ANY if has_source else tag(config) or _ANY
+    return (None if has_source else tag(config)) or "py3-none-any"
 
 
 def _marker(config: Config) -> str:
     """The marker for the machines that the wheel of ``config`` is for; empty for all."""
-    parts = dict.fromkeys(map(_marker_of, _tag(config).rpartition("-")[2].split(".")))
-    return " or ".join(f"({part})" if len(parts) > 1 else part for part in parts if part)
-
-
-def _marker_of(platform: str) -> str:
-    if platform == "any":
-        return ""
-    systems = {"win": "win32", "macosx": "darwin"}
-    start = re.split(r"[\d_]", platform)[0]
-    system = systems.get(start, "linux")
-    machines = (m for m in ("x86_64", "aarch64", "amd64", "arm64") if platform.endswith(m))
-    machine = next(machines, "")
-    machine = machine.upper() if system == "win32" else machine
-    return f"sys_platform == '{system}'" + (machine and f" and platform_machine == '{machine}'")
+    parts = dict[str, None]()
+    for platform in _tag(config).rpartition("-")[2].split("."):
+        system = {"any": "", "win": "win32", "mac": "darwin"}.get(platform[:3], "linux")
+        machine = re.search("(x86_64|aarch64|amd64|arm64)?$", platform)
+        own = machine[0].upper() if machine and system == "win32" else machine and machine[0]
+        both = [f"sys_platform == '{system}'", *([f"platform_machine == '{own}'"] if own else [])]
+        parts[" and ".join(both) if system else ""] = None
+    return " or ".join(f"({part})" if len(parts) > 1 else part for part in parts)
 
 
 def write_wheel(
@@ -151,11 +175,10 @@ def write_wheel(
     folder: Path,
 ) -> Path:
     """Write the wheel of ``companion`` of ``app``, with the models of ``config``, into ``folder``."""
-    # Imported here: hatchling's builder takes time, and other back ends do without.
     from hatchling.builders.wheel import WheelBuilder
 
-    expression, install = _license(sources), f"Install: pip install '{companion.requirement}'"
-    description = f"Models of {app}, compiled ahead of time"
+    about = f"Models of {app}, compiled ahead of time"
+    text = f"{about}. Install: pip install '{companion.requirement}'\n"
     with temp_dir() as root:
         licenses = dict(_license_files(config))
         for name, file in licenses.items():
@@ -164,19 +187,13 @@ def write_wheel(
         project = {
             "name": companion.name,
             "version": companion.version,
-            "description": description,
-            "readme": {"content-type": "text/plain", "text": f"{description}. {install}\n"},
+            "description": about,
+            "readme": {"content-type": "text/plain", "text": text},
             "license-files": [*map(glob.escape, licenses)],
-            **({"license": expression} if expression else {}),
+            **_license(sources),
         }
-        wheel = {"bypass-selection": True}
-        builder = WheelBuilder(
-            str(root),
-            config={
-                "project": project,
-                "tool": {"hatch": {"build": {"targets": {"wheel": wheel}}}},
-            },
-        )
+        hatch = {"build": {"targets": {"wheel": {"bypass-selection": True}}}}
+        builder = WheelBuilder(str(root), config={"project": project, "tool": {"hatch": hatch}})
         data = builder.get_default_build_data()
         builder.set_build_data_defaults(data)
         data["force_include"] = package.entries(PurePosixPath(companion.module))
@@ -185,27 +202,56 @@ def write_wheel(
             return Path(builder.build_standard(str(folder), tag=_tag(config), **data))
 
 
-def _license(sources: Iterable[Source]) -> str:
-    """The licenses of all models as one SPDX expression; empty if one is unknown."""
-    licenses = {source.license or "" for source in sources}
+def _license(sources: Iterable[Source]) -> dict[str, str]:
+    """The licenses of all models as one SPDX expression; nothing if one is unknown."""
     try:
-        parts = sorted(map(canonicalize_license_expression, licenses))
+        texts = {canonicalize_license_expression(source.license or "") for source in sources}
     except InvalidLicenseExpression:
-        return ""
-    return " AND ".join(f"({p})" if " OR " in p and len(parts) > 1 else p for p in parts)
+        return {}
+    parts = (f"({t})" if " OR " in t and len(texts) > 1 else t for t in sorted(texts))
+    return {"license": " AND ".join(parts)}
 
 
 def _license_files(config: Config) -> Iterator[tuple[str, Path]]:
     """The files with licenses in the project's folder, and beside its models, by their path in it."""
-    folders = {config.root, *((model.origin or model.path).parent for model in config.models)}
-    for folder in sorted(folders):
-        if folder.is_relative_to(config.root):
-            for pattern in _LICENSES:
-                for file in filter(Path.is_file, sorted(folder.glob(pattern))):
-                    yield file.relative_to(config.root).as_posix(), file
+    folders = {config.root, *(model.path.parent for model in config.models)}
+    for folder in folders:
+        for file in (file for pattern in _LICENSES for file in folder.glob(pattern)):
+            if file.is_file() and file.is_relative_to(config.root):
+                yield file.relative_to(config.root).as_posix(), file
 
 
-def content_of(wheel: Path, companion: Companion) -> str | None:
+def published_version(wheel: Path, companion: Companion, published: str) -> str | None:
+    """The published version that has the models of ``wheel``; None if they are new.
+
+    ``published``: a folder of wheels, or the URL of an index. Of it the version of ``wheel`` is compared, and
+    the newest. Raises DownloadError, OSError, and ConfigError if that version is there with other models.
+    """
+    own, wheels = Version(companion.version), _published(companion.name, published)
+    for version in dict.fromkeys((own, *sorted(wheels, reverse=True)[:1])):
+        if version in wheels and _is_same(wheel, companion, wheels[version]):
+            return str(version)
+    if own in wheels:
+        message = f"version {own} of {companion.name} is published with other models."
+        hint = "Pin a new version in the extra."
+        raise ConfigError(Problem.at(companion.key, Kind.INVALID_COMPANION, message, hint))
+    return None
+
+
+def _is_same(wheel: Path, companion: Companion, place: str) -> bool:
+    url, fragment = urldefrag(place)
+    # As indexes write it; it saves a download.
+    if fragment == f"sha256={file_sha256(wheel)}":
+        return True
+    with temp_dir() as folder:
+        earlier = Path(url)
+        if "://" in url:
+            earlier = folder / wheel.name
+            download(url, earlier, _MAX_WHEEL, lambda *_: None)
+        return _content(earlier, companion) == _content(wheel, companion)
+
+
+def _content(wheel: Path, companion: Companion) -> str | None:
     """What identifies the models in a wheel of ``companion``, and how apps open them.
 
     None for a wheel that cannot be read, such as one of another version of this package.
@@ -226,3 +272,29 @@ def content_of(wheel: Path, companion: Companion) -> str | None:
                 about.pop(name, None)
     files = {name: record for name, record in package.files.items() if "/" in name}
     return value_sha256([files, components])
+
+
+def _published(name: str, published: str) -> dict[Version, str]:
+    """Where the published wheels of the distribution ``name`` are, by version."""
+    links, wheels = list[str](), dict[Version, str]()
+    if "://" in published:
+        page = f"{published.rstrip('/')}/{name}/"
+        try:
+            with urllib.request.urlopen(page, timeout=_TIMEOUT) as reply:  # noqa: S310, of the user
+                text = reply.read().decode(errors="replace")
+        except urllib.error.HTTPError as error:
+            if error.code != http.HTTPStatus.NOT_FOUND:
+                raise
+            # Nothing was published.
+            text = ""
+        found = re.findall(r"""<a\s[^>]*?href=["']([^"']+)["']""", text, re.IGNORECASE)
+        links += (urljoin(page, html.unescape(link)) for link in found)
+    else:
+        links += (file.as_posix() for file in Path(published).iterdir())
+    for link in links:
+        with contextlib.suppress(InvalidWheelFilename, InvalidVersion):
+            file = unquote(urldefrag(link).url.rpartition("/")[2])
+            its, version, *_ = parse_wheel_filename(file)
+            if its == name:
+                wheels[version] = link
+    return wheels

@@ -94,7 +94,7 @@ def test_models_that_share_weights_are_in_one_wheel(config: Config) -> None:
     own = 'targets.npu.companion = "my-app-models-npu"'
     toml = GROUP.replace('path = "models/b.onnx"', f'path = "models/b.onnx"\n{own}')
     together = read(config.root, toml)
-    with pytest.raises(ConfigError, match="one sidecar is in one wheel"):
+    with pytest.raises(ConfigError, match="has other settings for the target npu"):
         pinned(together, ProjectMetadata("my-app", "1.0", None, ()))
 
 

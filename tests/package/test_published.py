@@ -16,10 +16,14 @@ from packaging.requirements import Requirement
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, RequirementError
-from hatch_epcontext.package.companions import Companion, pinned
+from hatch_epcontext.package.companions import (
+    Companion,
+    pinned,
+    project_metadata,
+    published_version,
+)
 from hatch_epcontext.package.wheel import ProjectMetadata
 from hatch_epcontext.project_build import ProjectBuild, Terminal
-from hatch_epcontext.tools.companions import project_metadata, published_version
 from tests.config.examples import read
 from tests.models import network, save
 
