@@ -304,7 +304,7 @@ def test_platforms_of_some_targets_only_leave_the_tag_as_it_is(
 def test_a_large_sdist_is_a_warning(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wheel, "_WARN_AT", 1000)
+    monkeypatch.setattr(wheel, "MAX_SIZE", 1000)
     [*SdistBuilder(str(root), plugin_manager=PluginManager()).build(directory=str(root / "dist"))]
     assert "or let builds download models (url)" in capsys.readouterr().err
 
@@ -454,7 +454,7 @@ def test_a_project_of_only_models_sets_the_output_folder(root: Path) -> None:
 def test_a_large_wheel_is_one_warning(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hatch_epcontext.package.wheel._WARN_AT", 1000)
+    monkeypatch.setattr("hatch_epcontext.package.wheel.MAX_SIZE", 1000)
     make(root)
     text = capsys.readouterr().err
     assert text.count("By default package indexes accept files of up to") == 1

@@ -51,10 +51,11 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
+from hatch_epcontext.package.companions import pinned
 from hatch_epcontext.package.folder import SOURCE_FOLDERS, own_files
-from hatch_epcontext.package.wheel import FOLDER, import_packages
+from hatch_epcontext.package.wheel import FOLDER, MAX_SIZE, ProjectMetadata, import_packages
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
-from hatch_epcontext.text import file_name, listing, quoted_key, to_toml
+from hatch_epcontext.text import file_name, listing, quoted_key, show_size, to_toml
 from hatch_epcontext.tools.configure import for_model, split
 from hatch_epcontext.tools.inspecting import TIMEOUT, inspect_model
 from hatch_epcontext.worker.requests import InspectReply, SuggestReply, SuggestRequest
@@ -254,11 +255,26 @@ def add_tables(
     for title, advice in (
         ("Models:", [_describe(m) for m in new if m.tried or m.facts.external_data]),
         (heading, questions),
+        ("Note:", _size_notes(pyproject, new)),
         *next_steps(Project(pyproject.root, parse(after)), config),
     ):
         if advice:
             echo(f"\n{title}", lines=True)
             echo(indent("\n".join(advice), "    "), lines=True)
+
+
+def _size_notes(pyproject: Pyproject, models: Iterable[NewModel]) -> list[str]:
+    """What to do if the models are too large for one wheel."""
+    root = pyproject.root
+    files = {root / model.path for model in models}
+    files |= {(root / m.path).with_name(name) for m in models for name in m.facts.external_data}
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    if size <= MAX_SIZE:
+        return []
+    limit = f"package indexes take files of up to {show_size(MAX_SIZE)}."
+    key = f'companion = "{canonicalize_name(pyproject.project.name)}-models-..."'
+    remedy = f"A target with {key} gets a wheel of its own: see docs/companions.md."
+    return [f"The models have {show_size(size)}, and {limit}", remedy]
 
 
 def _describe(model: NewModel) -> str:
@@ -583,7 +599,17 @@ def next_steps(project: Project, config: Config) -> list[tuple[str, list[str]]]:
     return [
         ("In the app:", [f"from {module} import load", f"session = load({name}){more}"]),
         (f"In {place}:", [*_dependencies(project, config)]),
+        ("For the companion wheels:", _pins(project, config)),
     ]
+
+
+def _pins(project: Project, config: Config) -> list[str]:
+    """How the extras of the app have to pin its companions."""
+    try:
+        pinned(config, ProjectMetadata(project.name, "", None, tuple(project.dependencies)))
+    except ConfigError as error:
+        return [problem.hint or problem.message for problem in error.problems]
+    return []
 
 
 def _output(project: Project) -> PurePosixPath:

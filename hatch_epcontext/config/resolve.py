@@ -27,7 +27,6 @@ from hatch_epcontext.config.paths import (
 from hatch_epcontext.config.settings import (
     SYNTHETIC,
     CompileSettings,
-    Genai,
     Model,
     OptionFile,
     Quantize,
@@ -129,7 +128,8 @@ class Resolver:
         """``model`` with those of its targets that the environment selects."""
         names = self._environment.targets
         targets = [target for target in model.targets if names is None or target.name in names]
-        companions = {**_companions(targets, model.genai), SOURCE: model.companion}
+        compiled = [t for t in targets if not (model.genai and t.provider.product == "optimized")]
+        companions = {**{t.name: t.companion for t in compiled}, SOURCE: model.companion}
         modules = {name: (its or "").replace("-", "_") for name, its in companions.items()}
         modules = modules if any(modules.values()) else {}
         return dataclasses.replace(model, targets=tuple(targets), modules=modules)
@@ -191,7 +191,9 @@ class Resolver:
         targets = yield from self._targets_of(key, table)
         targets = tuple(_with_plugins(target, path) for target in targets)
         companion = fallback.companion if isinstance(fallback, FallbackTable) else None
-        if genai and any(its != companion for its in _companions(targets, genai).values()):
+        # onnxruntime-genai optimizes what it opens, and needs no optimized graph.
+        compiled = [t for t in targets if t.provider.product != "optimized"]
+        if genai and any(target.companion != companion for target in compiled):
             message = "is one folder, and all its targets have to be in the wheel with the folder."
             hint = "Name one companion in them and in fallback = { companion = ... }, or none."
             yield Problem.at(key, Kind.INVALID_COMPANION, message, hint)
@@ -347,15 +349,6 @@ class _Place:
         _, _, name, *inside = problem.key.parts
         key = self.of(str(name), *inside)
         return dataclasses.replace(problem, key=key, location=str(key))
-
-
-def _companions(targets: Iterable[Target], genai: Genai | None) -> dict[str, str | None]:
-    """The companion of each of ``targets``; onnxruntime-genai optimizes what it opens, and needs no other."""
-    return {
-        target.name: target.companion
-        for target in targets
-        if genai is None or target.provider.product != "optimized"
-    }
 
 
 def _download(table: ModelTable) -> Download | None:

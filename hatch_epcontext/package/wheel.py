@@ -46,7 +46,7 @@ _MAX_NAMED = 5
 
 _RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
 
-_WARN_AT = 100 * 10**6
+MAX_SIZE = 100 * 10**6
 """The size in bytes above which package indexes refuse a file by default."""
 
 Tree = Mapping[str, Path]
@@ -311,12 +311,12 @@ def _hashes(archive: zipfile.ZipFile) -> dict[str, str]:
 def check_size(archive: Path) -> str | None:
     """A warning about a large wheel or sdist; None for one that is not large."""
     size = archive.stat().st_size
-    if size <= _WARN_AT:
+    if size <= MAX_SIZE:
         return None
     remedy = "let builds download models (url)"
     if archive.suffix == ".whl":
         remedy = "move targets into companion wheels (companion = ..., see docs/companions.md)"
     return (
         f"{archive.name} has {show_size(size)}. By default package indexes accept files of up to "
-        f"{show_size(_WARN_AT)}: request a higher limit, or {remedy}."
+        f"{show_size(MAX_SIZE)}: request a higher limit, or {remedy}."
     )

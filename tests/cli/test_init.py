@@ -42,6 +42,15 @@ def test_a_link_stays_a_link(cli: Cli, new_project: Path, tmp_path: Path) -> Non
     assert "[tool.epcontext" in file.read_text(encoding="utf-8")
 
 
+def test_models_beyond_the_limit_of_package_indexes_may_be_in_companions(
+    cli: Cli, new_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "companions" not in cli("init", "-p", "cpu", "--dry-run").stdout
+    monkeypatch.setattr("hatch_epcontext.cli.init.MAX_SIZE", 10_000)
+    text = cli("init", "-p", "cpu").stdout
+    assert 'A target with companion = "my-app-models-..." gets a wheel of its own' in text
+
+
 @needs_qnn
 def test_all_models_are_found_and_can_be_built(cli: Cli, new_project: Path) -> None:
     for folder in (".hidden", "dist", "env"):

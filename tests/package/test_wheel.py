@@ -268,7 +268,7 @@ def test_a_large_wheel_is_a_warning(
 ) -> None:
     path = archived({**finished, "my_app/large.bin": b"x" * 100_000}, tmp_path)
     assert wheel.check_size(path) is None
-    monkeypatch.setattr(wheel, "_WARN_AT", 50_000)
+    monkeypatch.setattr(wheel, "MAX_SIZE", 50_000)
     warning = wheel.check_size(path)
     assert warning is not None
     assert re.match(r"my_app-1-py3-none-any.whl has 1\d\d\.\d kB\. ", warning)
