@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from hatch_epcontext.files import is_portable, is_regular
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.shipped import SOURCE
-from hatch_epcontext.system import LIBRARIES
 from hatch_epcontext.text import show, toml_key
 
 _REFUSED = ("dims", "shapes", "constants", "cut", "fallback", "share_weights")
@@ -84,29 +84,66 @@ def read_folder(
     try:
         content, config = read_config(folder)
     except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
+        message = f"{GENAI_CONFIG} cannot be read: {error}."
         hint = "Write the folder again, for example with onnxruntime-genai's model builder."
-        yield _wrong(key, f"cannot be read: {error}.", hint)
+        yield Problem.at(key / "path", Kind.INVALID_FOLDER, message, hint)
         return folder / "model.onnx", table, None
-    yield from _check_files(key, folder, config)
-    yield from _check_options(key, content)
-    length = table.context_length or config.context_length
-    if length > config.context_length:
-        slots = f"{config.context_length} slots (model.context_length in {GENAI_CONFIG})"
-        message, hint = f"is {length}, and the model has {slots}.", "Lower it, or leave it out."
-        yield Problem.at(key / "context-length", Kind.INVALID_FOLDER, message, hint)
-    named = {name: target for name, target in targets.items() if target is not None}
-    changed = yield from _changed(key, table, config, length, named)
-    if config.cached or any(own.static_shapes for own in changed.values() if own):
-        yield from _check_chunks(key, table, content, config, length)
+    changed = yield from _changed(key, table, config, targets)
     beside = _files(folder)
-    for name in (*changed, SOURCE):
-        if any(other.startswith(f"{name}/") for other in beside):
-            message = f"has a folder {show(name)}, which is the place of the target in the package."
-            yield Problem.at(key / "path", Kind.INVALID_FOLDER, message, "Rename one of them.")
+    for name, message, hint in _faults(table, folder, content, config, changed, beside):
+        text = f"{GENAI_CONFIG} {message}" if name == "path" else message
+        yield Problem.at(key / name, Kind.INVALID_FOLDER, text, hint)
     main, *_ = config.files.values()
     others = tuple(name for name in beside if name != main)
     genai = Genai(others, table.context_length, table.chunk)
     return folder / main, dataclasses.replace(table, targets=changed), genai
+
+
+def _faults(
+    table: ModelTable,
+    folder: Path,
+    content: Any,
+    config: GenaiConfig,
+    changed: Mapping[str, Any],
+    beside: Iterable[str],
+) -> Iterator[tuple[str, str, str]]:
+    """For each fault the key of the model's table, what is wrong, and what to do."""
+    for name in config.files.values():
+        if not is_portable(name) or "/" in name:
+            message = f"names the file {show(name)}, which is not in the folder itself."
+            yield "path", message, "Put it there: onnxruntime-genai refuses '..'."
+        elif not is_regular(folder / name):
+            yield "path", f"names the file {show(name)}, which is missing.", "Fetch it."
+    for name in re.findall(r'"([^"]+\.(?:dll|dylib|so))"', json.dumps(content)):
+        message = f"names the library {show(name)}, which is for one system."
+        yield "path", message, 'Remove it. For QNN, "backend_type": "htp" is right on every system.'
+    for name in sorted({*changed, SOURCE}.intersection(file.partition("/")[0] for file in beside)):
+        message = f"is beside a folder {show(name)}, the place of that target in the package."
+        yield "path", message, "Rename one of them."
+    length = table.context_length or config.context_length
+    if length > config.context_length:
+        message = (
+            f"is {length}, and model.context_length in {GENAI_CONFIG} {config.context_length}."
+        )
+        yield "context-length", message, "Lower it."
+    fixed = any(own.static_shapes for own in changed.values() if own)
+    model = content["model"]
+    pad, bos = model.get("pad_token_id"), model.get("bos_token_id")
+    is_filler = type(pad) is int and pad not in (bos if isinstance(bos, list) else [bos])
+    if (fixed or config.cached) and not is_filler:
+        message = (
+            f"has the pad_token_id {show(pad)}, and prompts begin with {show(bos)} (bos_token_id)."
+        )
+        yield "path", message, "Set it to the number of a token that no prompt has."
+    if fixed and not config.cached:
+        if "position_ids" in config.inputs:
+            message = "has an input position_ids, which no stage of fixed sizes gets."
+            yield "path", message, "Build the folder for another EP: -e cpu."
+        if table.context_length is None:
+            message = "is required for targets with fixed sizes: the cache has as many slots."
+            yield "context-length", message, "For example 2048."
+        elif table.chunk > length:
+            yield "chunk", f"is {table.chunk}, and context-length is {length}.", "Lower it."
 
 
 def stages(model: Model) -> tuple[Model, ...]:
@@ -173,10 +210,6 @@ def read_config(folder: Path) -> tuple[Any, GenaiConfig]:
     return content, _read(content)
 
 
-def _wrong(key: Key, message: str, hint: str) -> Problem:
-    return Problem.at(key / "path", Kind.INVALID_FOLDER, f"{GENAI_CONFIG} {message}", hint)
-
-
 def _read(content: Any) -> GenaiConfig:
     """Raises ValueError for what is missing, or has another type."""
     decoder = _value(content, "model.decoder", dict)
@@ -211,47 +244,22 @@ def _value(table: Any, path: str, type_: type, default: Any = None) -> Any:
     return value
 
 
-def _check_files(key: Key, folder: Path, config: GenaiConfig) -> Iterator[Problem]:
-    for name in config.files.values():
-        if not is_portable(name) or "/" in name:
-            message = f"names the file {show(name)}, which is not in the folder itself."
-            hint = "Put the model beside it, and name it without folders: onnxruntime-genai refuses '..'."
-            yield _wrong(key, message, hint)
-        elif not is_regular(folder / name):
-            yield _wrong(key, f"names the file {show(name)}, which is missing.", "Fetch it.")
-
-
-def _check_options(key: Key, content: Any, place: tuple[str, ...] = ()) -> Iterator[Problem]:
-    """Paths of libraries: they are those of one system, and the app may run on another one."""
-    if isinstance(content, Mapping | list):
-        items = content.items() if isinstance(content, Mapping) else enumerate(content)
-        for name, value in items:
-            yield from _check_options(key, value, (*place, str(name)))
-    elif isinstance(content, str) and Path(content).suffix in LIBRARIES:
-        message = f"names the library {show(content)} of one system: {'.'.join(place)}."
-        hint = 'Remove it. For QNN, "backend_type": "htp" is right on every system.'
-        yield _wrong(key, message, hint)
-
-
 def _changed(
-    key: Key,
-    table: ModelTable,
-    config: GenaiConfig,
-    length: int,
-    targets: Mapping[str, NamedTarget],
+    key: Key, table: ModelTable, config: GenaiConfig, targets: Mapping[str, NamedTarget | None]
 ) -> Diagnosed[dict[str, Any]]:
     """The model's targets with its own changes of them, and with what the folder needs."""
-    changes: dict[str, Any] = {}
-    own = table.targets if isinstance(table.targets, Mapping) else {}
-    chosen = table.targets if isinstance(table.targets, tuple) else targets
-    for name, target in targets.items():
-        if name not in chosen or own.get(name) is False:
-            changes[name] = False
+    changes: dict[str, Any] = dict.fromkeys(targets)
+    if isinstance(table.targets, tuple):
+        changes = dict.fromkeys(targets, False) | dict.fromkeys(table.targets)
+    elif table.targets is not None:
+        changes |= table.targets
+    for name, change in changes.items():
+        # Names of unknown targets are another check.
+        if change is False or (target := targets.get(name)) is None:
             continue
-        provider = target.provider
-        needed: dict[str, Any] = {"static_shapes": False}
+        provider, needed = target.provider, dict[str, Any](static_shapes=False)
         if provider.genai_name and provider.profiles and not config.cached:
-            needed["profiles"] = (config.profile(length),)
+            needed["profiles"] = (config.profile(table.context_length or config.context_length),)
         elif provider.genai_name and not provider.profiles:
             needed["static_shapes"] = True
         elif provider.product == "context":
@@ -259,33 +267,8 @@ def _changed(
             message = f"names {name}, and {what} of onnxruntime-genai is not compiled for its EP."
             hint = f"Set targets = {{ {name} = false }} in the model's table."
             yield Problem.at(key / "targets", Kind.NOT_APPLICABLE, message, hint)
-        changes[name] = dataclasses.replace(own.get(name) or TargetTable(), **needed)
-    # Names of unknown targets are another check.
-    return {**dict.fromkeys((*own, *chosen)), **changes}
-
-
-def _check_chunks(
-    key: Key, table: ModelTable, content: Any, config: GenaiConfig, length: int
-) -> Iterator[Problem]:
-    """What a pipeline with fixed sizes needs: genai fills the last chunk of a prompt."""
-    model = content["model"]
-    pad, bos = model.get("pad_token_id"), model.get("bos_token_id")
-    if type(pad) is not int or pad in (bos if isinstance(bos, list) else [bos]):
-        message = (
-            f"has the pad_token_id {show(pad)}, and prompts begin with {show(bos)} (bos_token_id)."
-        )
-        yield _wrong(key, message, "Set it to the number of a token that no prompt has.")
-    if config.cached:
-        return
-    if "position_ids" in config.inputs:
-        message = "has position_ids among the decoder's inputs, which no stage of fixed sizes gets."
-        yield _wrong(key, message, "Build the folder for another EP: -e cpu.")
-    if table.context_length is None:
-        message = "is required for targets with fixed sizes: the cache has as many slots."
-        yield Problem.at(key / "context-length", Kind.MISSING_KEY, message, "For example 2048.")
-    elif table.chunk > length:
-        message = f"is {table.chunk}, and context-length is {length}."
-        yield Problem.at(key / "chunk", Kind.INVALID_VALUE, message, "Lower it.")
+        changes[name] = dataclasses.replace(change or TargetTable(), **needed)
+    return changes
 
 
 def _files(folder: Path) -> list[str]:
