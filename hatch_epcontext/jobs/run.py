@@ -118,7 +118,7 @@ def build(
             largest = max((source.size for source in begun.sources.values()), default=0)
             at_once = jobs_at_once(settings.jobs, largest)
             result = _run(begun, partial(run_job, begun), at_once, log, warn or log)
-            if any(source.model.genai for source in result.sources):
+            if not result.failures and any(source.model.genai for source in result.sources):
                 # Imported here: few projects have a language model.
                 from hatch_epcontext.jobs.conversations import compare_answers
 

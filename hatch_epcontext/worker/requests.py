@@ -177,17 +177,17 @@ class ValidateRequest(WorkerRequest[Validation], action="validate"):
 
 @dataclass(frozen=True)
 class ConverseRequest(WorkerRequest[tuple[Answer, ...]], action="converse"):
-    """Answer ``prompts`` of tokens with the language model in ``folder``, a copy with what was compiled.
+    """Answer prompts with the language model in ``folder``, a copy with what was compiled.
 
     ``source`` and ``compiled``: the overlays of its genai_config.json with which it is that on the CPU, and
-    on the EP in the library ``plugin``.
+    on the EP in the library ``plugin``. ``chunk``: the tokens that this takes at once, if the file is silent.
     """
 
     folder: str
     source: str
     compiled: str
     plugin: Plugin
-    prompts: tuple[tuple[int, ...], ...]
+    chunk: int
 
 
 @dataclass(frozen=True)

@@ -110,9 +110,8 @@ def test_stages_for_an_npu_give_the_same_tokens_as_the_cpu(folder: Path, tmp_pat
     first["filename"], last["filename"] = last["filename"], first["filename"]
     plugin = PROVIDERS["qnn"].plugin
     assert plugin is not None
-    prompts = ((1, 50, 60),)
     swapped, source = json.dumps(overlay), '{"model": {}}'
-    request = ConverseRequest(str(package / "llama"), source, swapped, plugin, prompts)
+    request = ConverseRequest(str(package / "llama"), source, swapped, plugin, 64)
     with pytest.raises(BuildError, match="invalid dimensions"):
         Workers(100).call(request, tmp_path / "call", location="llama")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,15 @@ def handle(request: ConverseRequest) -> tuple[Answer, ...]:
     the first near tie. Raises what onnxruntime-genai raises.
     """
     genai: Any = importlib.import_module("onnxruntime_genai")
-    content = json.loads((Path(request.folder) / GENAI_CONFIG).read_bytes())["model"]
+    folder = Path(request.folder)
+    content = json.loads((folder / GENAI_CONFIG).read_bytes())["model"]
+    prompts = [*_prompts(folder, {**content, **json.loads(request.source)["model"]}, request.chunk)]
     stops = np.atleast_1d(content.get("eos_token_id", [])).tolist()
     # A cache for the longest conversation can be too large; that of a pipeline has a fixed size.
     grows = "pipeline" not in content["decoder"]
     step("answering prompts on the CPU")
     model = _open(genai, request.folder, request.source)
-    expected = [_rows(genai, model, prompt, stops=stops, grows=grows) for prompt in request.prompts]
+    expected = [_rows(genai, model, prompt, stops=stops, grows=grows) for prompt in prompts]
     del model
     step("answering prompts with what was compiled")
     plugin = request.plugin
@@ -46,11 +48,30 @@ def handle(request: ConverseRequest) -> tuple[Answer, ...]:
     genai.register_execution_provider_library(plugin.registration_name, library)
     model, answers = _open(genai, request.folder, request.compiled), list[Answer]()
     start = time.monotonic()
-    for prompt, (reference, tokens) in zip(request.prompts, expected, strict=True):
+    for prompt, (reference, tokens) in zip(prompts, expected, strict=True):
         if not answers or time.monotonic() < start + _SECONDS:
             rows, _ = _rows(genai, model, prompt, tokens)
             answers.append(_answer(len(prompt), reference, rows))
     return tuple(answers)
+
+
+def _prompts(folder: Path, content: Any, chunk: int) -> Iterator[list[int]]:
+    """Prompts of ordinary tokens, shorter and longer than what an NPU takes at once."""
+    begin, fill = (content.get(f"{name}_token_id", -1) for name in ("bos", "pad"))
+    chunk = content["decoder"].get("sliding_window", {}).get("window_size", chunk)
+    tokenizer, special = folder / "tokenizer.json", {fill}
+    if tokenizer.exists():
+        added = json.loads(tokenizer.read_bytes()).get("added_tokens", ())
+        special = {token["id"] for token in added if token.get("special")}
+    ordinary = [token for token in range(content["vocab_size"]) if token not in special]
+    # What fills a chunk must be no token of a prompt.
+    first = [token for token in (begin, fill) if token == begin >= 0 or token in ordinary]
+    for length in (max(chunk // 2, 4), chunk + chunk // 2):
+        # A prompt is filled to whole chunks.
+        if -(-length // chunk) * chunk + 2 * _STEPS <= content["context_length"]:
+            # With a prime number as the distance, tokens do not repeat soon.
+            rest = (ordinary[7919 * n % len(ordinary)] for n in range(len(first), length))
+            yield [*first, *rest]
 
 
 def _open(genai: Any, folder: str, overlay: str) -> Any:
