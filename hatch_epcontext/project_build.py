@@ -181,7 +181,7 @@ class ProjectBuild:
 
         def write() -> None:
             with writing("the package of the editable install", folder, str(folder)):
-                publish(package, folder, edited=True)
+                publish(package, result.sources, folder, edited=True)
             self.terminal.info(f"wrote {folder}")
 
         return write
@@ -234,14 +234,14 @@ class ProjectBuild:
         from hatch_epcontext.package.wheel import verify
 
         try:
-            verify(wheel, output, package.files)
             if self.hooks.after:
                 # A hook that ran after this one may have changed a model.
-                check_unchanged(result.sources, self.hooks.advice() or "")
+                check_unchanged(result.sources, self.hooks.advice())
+            verify(wheel, output, package.files)
         except (ModelError, WheelError) as error:
             remove(wheel)
             if isinstance(error, WheelError):
-                package.check_sources(package.folder)
+                check_unchanged(result.sources)
             raise
         # The manifest has no record of itself.
         self.terminal.info(

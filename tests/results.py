@@ -54,7 +54,8 @@ def resulting(config: Config, artifact: Artifact) -> Result:
 def install(result: Result, folder: Path) -> None:
     """Write the package of an editable install into ``folder``."""
     with temp_dir() as staging:
-        publish(bundle(result, staging, MODULES, folder), folder, edited=True)
+        package = bundle(result, staging, MODULES, folder)
+        publish(package, result.sources, folder, edited=True)
 
 
 def compiled(config: Config, folder: Path) -> Result:

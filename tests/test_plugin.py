@@ -369,7 +369,7 @@ def test_a_source_that_changes_before_it_is_packed_is_not_shipped(
         return made
 
     monkeypatch.setattr(package_bundle, "bundle", changing)
-    assert f"{model}: EPC211\n    changed during the build" in failure(root, capsys)
+    assert f"{model}: EPC211\n    was changed or removed after" in failure(root, capsys)
     assert list((root / "dist").iterdir()) == []
 
 

@@ -29,8 +29,8 @@ def check_name(key: Key, name: str) -> Iterator[Problem]:
     if not re.fullmatch(pattern, name) or name.endswith(".") or is_device(name):
         message = f"{show(name)} cannot be the name of a folder on every system."
         hint = (
-            f"Use at most {_MAX} letters, digits, '.', '_' and '-', with a letter or digit first, and no name "
-            "of a device on Windows, such as con or aux."
+            f"Use at most {_MAX} letters, digits, '.', '_' and '-', with a letter or digit first, and no "
+            "name of a device on Windows, such as con or aux."
         )
         yield Problem.at(key, Kind.INVALID_NAME, message, hint)
 

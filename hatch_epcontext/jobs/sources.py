@@ -145,13 +145,14 @@ def read_sources(
     return sources
 
 
-def check_unchanged(sources: Iterable[Source], hint: str) -> None:
+def check_unchanged(sources: Iterable[Source], hint: str | None = None) -> None:
     """Raise ModelError, with ``hint``, if a file of ``sources`` has changed since it was read."""
     # Hooks do not change what is not in the project.
     users = (source.users_files for source in sources if source.model.download is None)
     for file, recorded in (item for files in users for item in files.items()):
         if not file.is_file() or record_file(file) != recorded:
             message = "was changed or removed after it had been compiled."
+            hint = hint or "Build again when nothing writes to it."
             raise ModelError(Problem(Kind.MODEL_CHANGED, str(file), message, hint))
 
 

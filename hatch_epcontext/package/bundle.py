@@ -28,25 +28,15 @@ class Bundle:
     """A model package on disk: ``files`` in ``folder``, which may have others, by their path there.
 
     The manifest is the last one, with the text of ``package``.
-
-    ``sources``: those of ``files`` that the user can still change, each with the user's own file.
     """
 
     folder: Path
     files: Mapping[str, FileRecord]
-    sources: Mapping[str, Path]
     package: manifest.ModelPackage
 
     def entries(self, output: PurePosixPath) -> dict[str, str]:
         """Absolute path -> path in the wheel, for Hatch's ``force_include``."""
         return {str(self.folder / name): str(output / name) for name in self.files}
-
-    def check_sources(self, folder: Path) -> None:
-        """Raise ModelError if a source in ``folder``, this package or a copy, is not what was built."""
-        for name, path in self.sources.items():
-            copy = folder / name
-            if not copy.is_file() or record_file(copy) != self.files[name]:
-                raise changed_error(path)
 
 
 def bundle(
@@ -84,7 +74,6 @@ def _bundle(
             shutil.copytree(built.artifact.folder, place, copy_function=link_or_copy)
     files = manifest.artifact_files(result) | _copy_option_files(result, folder)
     folders = manifest.source_folders(result.sources)
-    own: dict[str, Path] = {}
     places: dict[str, str] = {}
     for source in result.sources:
         model, shipped = source.model, folders[source.model.name]
@@ -95,7 +84,6 @@ def _bundle(
         if _ships_source(model, result) if installed is None else only_here:
             places[model.name] = f"{shipped}/{model.path.name}"
             files |= _copy_source(source, folder, shipped)
-            own |= {f"{shipped}/{name}": model.path.parent / name for name in source.records}
         elif installed is not None:
             places[model.name] = Path(os.path.relpath(model.path, installed)).as_posix()
     if any(source.model.genai for source in result.sources):
@@ -115,7 +103,7 @@ def _bundle(
     layout: manifest.Layout = "portable" if installed is None else "installed"
     package = manifest.make(result, places, files, layout, companions)
     with_manifest = {**files, manifest.FILE: record_file(manifest.save(package, folder))}
-    return Bundle(folder, with_manifest, own, package)
+    return Bundle(folder, with_manifest, package)
 
 
 def _copy_option_files(result: Result, folder: Path) -> dict[str, FileRecord]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -29,7 +29,8 @@ from hatch_epcontext.files import (
     replace_files,
     sweep,
 )
-from hatch_epcontext.jobs.artifact import GENERATOR
+from hatch_epcontext.jobs.artifact import GENERATOR, Source
+from hatch_epcontext.jobs.sources import check_unchanged
 from hatch_epcontext.package.bundle import Bundle
 from hatch_epcontext.package.manifest import (
     FILE,
@@ -201,15 +202,15 @@ def refuse_others(folder: Path, *, edited: bool) -> None:
         raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), message, hint))
 
 
-def publish(bundle: Bundle, folder: Path, *, edited: bool) -> None:
-    """Make ``folder`` the package of ``bundle`` as a whole, or leave it as it is.
+def publish(bundle: Bundle, sources: Iterable[Source], folder: Path, *, edited: bool) -> None:
+    """Make ``folder`` the package of ``bundle``, made of ``sources``, as a whole, or leave it as it is.
 
     Raises as `refuse_others`; OSError; and ModelError if a source has changed.
     """
     refuse_others(folder, edited=edited)
     # Real copies: the bundle only links files of the cache and of the project.
     files = {name: bundle.folder / name for name in bundle.files}
-    replace_files(folder, files, _files(folder), bundle.check_sources)
+    replace_files(folder, files, _files(folder), lambda _: check_unchanged(sources))
 
 
 def _files(folder: Path) -> list[str]:

@@ -156,7 +156,7 @@ def export(
         package = bundle(result, staging, shipped)
         _refuse_sources(result, lambda file: file.is_relative_to(place))
         with writing("the model package", place.parent, str(place), OutputError):
-            publish(package, folder, edited=False)
+            publish(package, result.sources, folder, edited=False)
     return CompileResult(tuple(folder / name for name in package.files), make_report(result))
 
 

@@ -242,7 +242,7 @@ def test_what_changes_while_it_is_compiled_is_an_error(
         changed.write_bytes(b"theirs")
         return result
 
-    message = r"changed during the build" if edit == "a source" else r"theirs\.txt"
+    message = r"was changed or removed" if edit == "a source" else r"theirs\.txt"
     error: type[EpcontextError] = ModelError if edit == "a source" else OutputError
     with pytest.raises(error, match=message):
         export(shipping, out, changing, loader=False, overwrite=True)
