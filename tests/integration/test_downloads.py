@@ -18,7 +18,7 @@ from hatchling.plugin.manager import PluginManager
 
 from hatch_epcontext.config.location import LAYOUT, Download
 from tests.hub import COMMIT, TOKEN, Hub, model_hub, sha256
-from tests.integration.conftest import run, tool
+from tests.integration.conftest import build_here, run, tool
 from tests.models import network, save_with_data
 from tests.projects import HEAD
 
@@ -85,14 +85,6 @@ def local(folder: Path, files: Path) -> Path:
     return folder
 
 
-def build(project: Path, cache: Path, *, fails: bool = False, **more: str) -> str:
-    """Build the wheel with Hatch's own command; what it prints."""
-    env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(cache)}
-    env |= {f"HATCH_EPCONTEXT_{name}": value for name, value in more.items()}
-    command = ("-m", "hatchling", "build", "-t", "wheel", "-d", project / "dist")
-    return run(sys.executable, *command, cwd=project, env=env, fails=fails)
-
-
 def wheel(project: Path) -> bytes:
     (path,) = (project / "dist").glob("*.whl")
     content = path.read_bytes()
@@ -135,7 +127,7 @@ def without_sbom(content: bytes, folder: Path) -> dict[str, bytes]:
 
 def test_the_wheel_is_that_of_a_local_model_also_from_an_sdist(hub: Hub, tmp_path: Path) -> None:
     ours, cache = local(tmp_path / "local", tmp_path / "files"), tmp_path / "cache"
-    build(ours, cache)
+    build_here(ours, cache)
     theirs = remote(tmp_path / "remote", hub)
     env = {**os.environ, "HATCH_EPCONTEXT_CACHE_DIR": str(cache)}
     run(sys.executable, "-m", "build", "-n", theirs, cwd=theirs, env=env)
@@ -148,26 +140,26 @@ def test_the_wheel_is_that_of_a_local_model_also_from_an_sdist(hub: Hub, tmp_pat
     assert model["hashes"] == [{"alg": "SHA-256", "content": download(hub).sha256}]
     # An unpacked sdist on a machine without a network.
     again, other = unpacked(theirs, tmp_path / "unpacked"), tmp_path / "other"
-    refused = build(again, other, fails=True, OFFLINE="1")
+    refused = build_here(again, other, fails=True, OFFLINE="1")
     assert "EPC220" in refused
     assert "epcontext fetch" in refused
     env |= {"HATCH_EPCONTEXT_CACHE_DIR": str(other)}
     run(tool("epcontext"), "fetch", cwd=again, env=env)
-    build(again, other, OFFLINE="1")
+    build_here(again, other, OFFLINE="1")
     assert wheel(again) == first
 
 
 def test_a_cut_model_is_taken_from_the_cache_of_this_machine(hub: Hub, tmp_path: Path) -> None:
     project = without_source(remote(tmp_path / "remote", hub, 'cut = { outputs = ["r"] }\n'))
     cache = tmp_path / "cache"
-    build(project, cache)
+    build_here(project, cache)
     first = wheel(project)
-    build(project, cache, FROM_CACHE="all", OFFLINE="1")
+    build_here(project, cache, FROM_CACHE="all", OFFLINE="1")
     assert wheel(project) == first
     # What is cut is compared with what was cut before.
     shutil.rmtree(cache / LAYOUT / "models")
-    assert "EPC220" in build(project, cache, fails=True, FROM_CACHE="all", OFFLINE="1")
-    build(project, cache, FROM_CACHE="all")
+    assert "EPC220" in build_here(project, cache, fails=True, FROM_CACHE="all", OFFLINE="1")
+    build_here(project, cache, FROM_CACHE="all")
     assert wheel(project) == first
 
 
@@ -178,7 +170,7 @@ def test_an_editable_install_has_a_copy(
     project, cache = remote(tmp_path / "remote", hub), tmp_path / "cache"
     monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(cache))
     if from_cache:
-        build(without_source(project), cache)
+        build_here(without_source(project), cache)
         shutil.rmtree(cache / LAYOUT / "models")
         monkeypatch.setenv("HATCH_EPCONTEXT_FROM_CACHE", "all")
     builder = WheelBuilder(str(project), plugin_manager=PluginManager())
@@ -195,7 +187,7 @@ def test_a_location_on_the_web_is_not_in_the_sbom(hub: Hub, tmp_path: Path) -> N
     file = project / "pyproject.toml"
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace(hub.location("onnx/m.onnx"), hub.web("onnx/m.onnx")), "utf-8")
-    build(project, cache)
+    build_here(project, cache)
     model = sbom_model(wheel(project), tmp_path)
     assert "purl" not in model
     assert hub.site not in json.dumps(model)
