@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import re
 import time
 from collections import Counter
 
@@ -14,8 +12,6 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ROOT
 from hatch_epcontext.jobs.cache.store import Entry, EntryKind
 from hatch_epcontext.text import count, show_size, to_toml
-
-_UNITS = {"d": "days", "h": "hours", "w": "weeks"}
 
 _NOUNS: dict[EntryKind, str] = {
     "artifacts": "artifact",
@@ -28,17 +24,6 @@ _NOUNS: dict[EntryKind, str] = {
     "sent": "record",
 }
 """What a kind of entries is called; those without files are only counted."""
-
-
-def _age(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> datetime.timedelta | None:
-    if value is None:
-        return None
-    found = re.fullmatch(r"(\d{1,4})([dhw])", value)
-    if found is None:
-        raise click.BadParameter(f"{value!r} is not an age such as 30d, 12h or 4w.")
-    return datetime.timedelta(**{_UNITS[found[2]]: int(found[1])})
 
 
 @click.group("cache")
@@ -64,12 +49,12 @@ def info() -> None:
 @command.command()
 @click.option(
     "--older-than",
-    callback=_age,
-    metavar="AGE",
-    help="Remove what was not used for this time: 30d, 12h, 4w.",
+    type=click.IntRange(0, 9999),
+    metavar="DAYS",
+    help="Remove what was not used for so many days.",
 )
 @click.option("--all", "everything", is_flag=True, help="Remove everything that builds wrote.")
-def prune(older_than: datetime.timedelta | None, everything: bool) -> None:
+def prune(older_than: int | None, everything: bool) -> None:
     """Remove what builds stored: artifacts, models, and what they learned of them."""
     if everything == (older_than is not None):
         raise click.UsageError("Choose what to remove: either --older-than or --all.")

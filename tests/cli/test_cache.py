@@ -84,11 +84,11 @@ def test_artifacts_that_were_not_used_for_long_are_removed(
         age(path, 31)
     report = filled / LAYOUT / "reports" / f"{app_project.name}.json"
     age(report, 29)
-    printed = cli("cache", "prune", "--older-than", "30d").stdout
+    printed = cli("cache", "prune", "--older-than", "30").stdout
     assert printed.startswith("removed 1 artifact, ")
     assert report.exists()
     age(report, 31)
-    cli("cache", "prune", "--older-than", "30d")
+    cli("cache", "prune", "--older-than", "30")
     assert not report.exists()
     assert "record" in printed
     assert entries(filled) == [new]
@@ -98,7 +98,7 @@ def test_artifacts_that_were_not_used_for_long_are_removed(
     # A build that uses an artifact renews it.
     age(new, 31)
     cli("build", app_project, "--target", "one")
-    assert cli("cache", "prune", "--older-than", "4w").stdout.startswith("removed 0 artifacts, ")
+    assert cli("cache", "prune", "--older-than", "28").stdout.startswith("removed 0 artifacts, ")
 
 
 def leave(cache: Path) -> Path:
@@ -138,18 +138,18 @@ def test_what_a_running_build_uses_stays(cli: Cli, filled: Path) -> None:
     with temp_dir(Store(filled).staging) as folder:
         (folder / "entry").mkdir()
         cli("cache", "prune", "--all")
-        cli("cache", "prune", "--older-than", "1d")
+        cli("cache", "prune", "--older-than", "1")
         assert (folder / "entry").is_dir()
 
 
 def test_pruning_removes_what_killed_builds_left_long_ago(cli: Cli, filled: Path) -> None:
     lock = leave(filled)
     age(lock, 29)
-    cli("cache", "prune", "--older-than", "30d")
+    cli("cache", "prune", "--older-than", "30")
     assert not list((filled / LAYOUT / "staging").iterdir())
     assert lock.exists()
     age(lock, 31)
-    cli("cache", "prune", "--older-than", "30d")
+    cli("cache", "prune", "--older-than", "30")
     assert not lock.exists()
     assert len(entries(filled)) == 2
 
@@ -158,9 +158,9 @@ def test_pruning_removes_what_killed_builds_left_long_ago(cli: Cli, filled: Path
     ("arguments", "message"),
     [
         ((), "either --older-than or --all"),
-        (("--older-than", "30d", "--all"), "either --older-than or --all"),
-        (("--older-than", "30"), "is not an age such as 30d"),
-        (("--older-than", "99999w"), "is not an age such as 30d"),
+        (("--older-than", "30", "--all"), "either --older-than or --all"),
+        (("--older-than", "30d"), "is not a valid integer range"),
+        (("--older-than", "99999"), "is not in the range"),
     ],
 )
 def test_wrong_usage(cli: Cli, arguments: tuple[str, ...], message: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +71,7 @@ def test_a_build_without_changes_cuts_nothing(
     for path in (tmp_path / "cache" / LAYOUT).glob("*/*"):
         os.utime(path, (0, 0))
     run(CUT)
-    assert Store(tmp_path / "cache").prune(timedelta(days=30)) == []
+    assert Store(tmp_path / "cache").prune(30) == []
     assert run(CUT, only_from_cache).built[0].cached
     monkeypatch.undo()
     # Other data is another model, although the file that names it is the same.

@@ -14,7 +14,6 @@ builds. A file that has changed is compared with its record.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -239,12 +238,12 @@ class Store:
                 entries.append(Entry(kind, folder, size, folder.lstat().st_mtime))
         return sorted(entries, key=lambda entry: entry.used, reverse=True)
 
-    def prune(self, older_than: datetime.timedelta | None) -> list[Entry]:
-        """Remove the entries that are unused for ``older_than``, and what killed builds left.
+    def prune(self, days: int | None) -> list[Entry]:
+        """Remove the entries that are unused for so many ``days``, and what killed builds left.
 
         With None it removes all that builds wrote into the folder.
         """
-        before = math.inf if older_than is None else time.time() - older_than.total_seconds()
+        before = math.inf if days is None else time.time() - days * 24 * 60 * 60
         entries = self.entries()
         # As the records of refs name them.
         kept = {to_json(entry.key, indent=None) for entry in entries if entry.used >= before}
