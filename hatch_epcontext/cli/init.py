@@ -255,7 +255,7 @@ def add_tables(
     for title, advice in (
         ("Models:", [_describe(m) for m in new if m.tried or m.facts.external_data]),
         (heading, questions),
-        ("Note:", _size_notes(pyproject, new)),
+        ("Note:", _size_notes(pyproject.root, new)),
         *next_steps(Project(pyproject.root, parse(after)), config),
     ):
         if advice:
@@ -263,18 +263,16 @@ def add_tables(
             echo(indent("\n".join(advice), "    "), lines=True)
 
 
-def _size_notes(pyproject: Pyproject, models: Iterable[NewModel]) -> list[str]:
+def _size_notes(root: Path, models: Iterable[NewModel]) -> list[str]:
     """What to do if the models are too large for one wheel."""
-    root = pyproject.root
     files = {root / model.path for model in models}
     files |= {(root / m.path).with_name(name) for m in models for name in m.facts.external_data}
     size = sum(file.stat().st_size for file in files if file.is_file())
-    if size <= MAX_SIZE:
-        return []
-    limit = f"package indexes take files of up to {show_size(MAX_SIZE)}."
-    key = f'companion = "{canonicalize_name(pyproject.project.name)}-models-..."'
-    remedy = f"A target with {key} gets a wheel of its own: see docs/companions.md."
-    return [f"The models have {show_size(size)}, and {limit}", remedy]
+    limit = (
+        f"The models have {show_size(size)}, and package indexes take {show_size(MAX_SIZE)} a file."
+    )
+    remedy = "Targets and source models can have wheels of their own: see docs/companions.md."
+    return [limit, remedy] if size > MAX_SIZE else []
 
 
 def _describe(model: NewModel) -> str:

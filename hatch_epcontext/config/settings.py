@@ -339,15 +339,10 @@ class Config:
 
     @property
     def companions(self) -> Mapping[str, Key]:
-        """The distributions of all companion wheels, each with the key that names it first."""
-        keys: dict[str, Key] = {}
-        for model in self.models:
-            for target in model.targets:
-                if target.companion is not None:
-                    keys.setdefault(target.companion, target.place("companion"))
-            if model.companion is not None:
-                keys.setdefault(model.companion, model.key / "fallback" / "companion")
-        return keys
+        """The distributions of all companion wheels, each with a key that names it."""
+        named = [(t.companion, t.place("companion")) for m in self.models for t in m.targets]
+        named += ((m.companion, m.key / "fallback" / "companion") for m in self.models)
+        return {name: key for name, key in named if name is not None}
 
     def of_wheel(self, companion: str | None = None) -> Config:
         """The configuration for what is in the app's own wheel, or in the wheel ``companion``."""

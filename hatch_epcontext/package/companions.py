@@ -48,16 +48,8 @@ from hatch_epcontext.serialize import to_plain, value_sha256
 from hatch_epcontext.shipped import METADATA
 from hatch_epcontext.text import listing, show, suggestion, to_toml
 
-_ON_MACHINE = re.compile("sys_platform|platform_|os_name")
-"""What a marker has that depends on the machine."""
-
-_LICENSES = ("LICEN[CS]E*", "COPYING*", "NOTICE*")
-
 _MAX_WHEEL = 1 << 34
 """The most bytes of a published wheel."""
-
-_TIMEOUT = 30
-"""Seconds for the page of an index."""
 
 # In another process: back ends run code of the project.
 _PREPARE = """
@@ -134,7 +126,7 @@ def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
         elif len(pins) > 1 or None in pins:
             others = listing(show(str(requirement)) for requirement in own)
             message = f"must be pinned with == to one version, by which it is built: {others}."
-        elif marker and not all(_ON_MACHINE.search(str(r.marker)) for r in own):
+        elif marker and not all(re.search("platform|os_name", str(r.marker)) for r in own):
             message = "is for some platforms only, and without a marker the extra is for all."
         if message:
             problems.append(Problem.at(key, Kind.INVALID_COMPANION, f"{name} {message}", line))
@@ -215,8 +207,9 @@ def _license(sources: Iterable[Source]) -> dict[str, str]:
 def _license_files(config: Config) -> Iterator[tuple[str, Path]]:
     """The files with licenses in the project's folder, and beside its models, by their path in it."""
     folders = {config.root, *(model.path.parent for model in config.models)}
+    names = "LICEN[CS]E*", "COPYING*", "NOTICE*"
     for folder in folders:
-        for file in (file for pattern in _LICENSES for file in folder.glob(pattern)):
+        for file in (file for name in names for file in folder.glob(name)):
             if file.is_file() and file.is_relative_to(config.root):
                 yield file.relative_to(config.root).as_posix(), file
 
@@ -280,7 +273,7 @@ def _published(name: str, published: str) -> dict[Version, str]:
     if "://" in published:
         page = f"{published.rstrip('/')}/{name}/"
         try:
-            with urllib.request.urlopen(page, timeout=_TIMEOUT) as reply:  # noqa: S310, of the user
+            with urllib.request.urlopen(page, timeout=30) as reply:  # noqa: S310, of the user
                 text = reply.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             if error.code != http.HTTPStatus.NOT_FOUND:
