@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.requirements import INSPECTION, cache_requirements
 from hatch_epcontext.system import os_error_text, writing
-from hatch_epcontext.text import printable, show_size
+from hatch_epcontext.text import listing, printable, show_size
 
 if TYPE_CHECKING:
     from hatch_epcontext.jobs.processes.process import Workers
@@ -151,6 +151,9 @@ class ProjectBuild:
         from hatch_epcontext.package.wheel import repeated_models, unused_platforms
 
         installing, own = self._companions(config, project), config.of_wheel()
+        if installing:
+            names = listing(config.companions)
+            self.terminal.info(f"left to companion wheels (epcontext companions): {names}")
         if line := unused_platforms(own):
             self.terminal.info(line)
         staging = self.temp_dir()

@@ -46,7 +46,7 @@ from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata, tag
 from hatch_epcontext.serialize import to_plain, value_sha256
 from hatch_epcontext.shipped import METADATA
-from hatch_epcontext.text import listing, show, suggestion, to_toml
+from hatch_epcontext.text import listing, suggestion, to_toml
 
 _MAX_WHEEL = 1 << 34
 """The most bytes of a published wheel."""
@@ -124,8 +124,8 @@ def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
             message = "is not pinned by any extra of the app, and could not be installed with it."
             line = " ".join(filter(None, (suggestion(name, named), line)))
         elif len(pins) > 1 or None in pins:
-            others = listing(show(str(requirement)) for requirement in own)
-            message = f"must be pinned with == to one version, by which it is built: {others}."
+            others = listing(str(r.specifier) or "any" for r in own)
+            message = f"must be pinned with == to one version, by which it is built, not {others}."
         elif marker and not all(re.search("platform|os_name", str(r.marker)) for r in own):
             message = "is for some platforms only, and without a marker the extra is for all."
         if message:
