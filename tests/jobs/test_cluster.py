@@ -208,13 +208,19 @@ def named(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(project: Path, tmp_path: Path, started: Cluster) -> Iterator[Builder]:
+def run(
+    project: Path, tmp_path: Path, started: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Builder]:
+    # The scheduler is a thread of this process, which a busy machine may keep waiting.
+    monkeypatch.setattr(cluster_module, "CONNECT_SECONDS", 60.0)
     save(network(1), project / "models" / "a.onnx")
     # The workers have done nothing before.
     shutil.rmtree(started.folder / "caches", ignore_errors=True)
     started.wait()
     with ThreadPoolExecutor(1) as pool:
         yield Builder(project, tmp_path, started, pool)
+        # A test that failed leaves it, and a build that waits for it.
+        (started.slow / "hold").unlink(missing_ok=True)
 
 
 def entries(cache: Path) -> set[tuple[str, ...]]:
