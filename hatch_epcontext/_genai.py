@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from hatch_epcontext.loader import Device
 
 _CONFIG = "genai_config.json"
-_OVERLAY = (
-    "overlay.json"  # The file in a target's folder with what it changes of the configuration.
-)
-_REGISTERED = (
-    "_epcontext_registered"  # The attribute of onnxruntime_genai with the libraries that it has.
-)
+# The file in a target's folder with what it changes of the configuration.
+_OVERLAY = "overlay.json"
+# The attribute of onnxruntime_genai with the libraries that it has.
+_REGISTERED = "_epcontext_registered"
 
 
 class GenaiFolder(NamedTuple):

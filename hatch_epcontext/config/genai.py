@@ -38,11 +38,13 @@ _TYPICAL = 1024
 class GenaiConfig:
     """What a ``genai_config.json`` says of the decoder.
 
+    ``content``: all that it says of the model.
     ``files``: the model by its name in the folder, or those of the stages of its pipeline by stage.
     ``cached``: the stages that have a cache, which are those worth compiling; none without a pipeline.
     ``past``: the names of the inputs with the cache, of the shape batch x ``heads`` x tokens x ``head_size``.
     """
 
+    content: Mapping[str, Any]
     files: Mapping[str, str]
     cached: tuple[str, ...]
     inputs: Mapping[str, str]
@@ -82,7 +84,7 @@ def read_folder(
             message = "is for a single model, and this one is a folder of onnxruntime-genai."
             yield Problem.at(key / toml_key(name), Kind.NOT_APPLICABLE, message, "Remove it.")
     try:
-        content, config = read_config(folder)
+        config = read_config(folder)
     except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
         message = f"{GENAI_CONFIG} cannot be read: {error}."
         hint = "Write the folder again, for example with onnxruntime-genai's model builder."
@@ -90,7 +92,7 @@ def read_folder(
         return folder / "model.onnx", table, None
     changed = yield from _changed(key, table, config, targets)
     beside = _files(folder)
-    for name, message, hint in _faults(table, folder, content, config, changed, beside):
+    for name, message, hint in _faults(table, folder, config, changed, beside):
         text = f"{GENAI_CONFIG} {message}" if name == "path" else message
         yield Problem.at(key / name, Kind.INVALID_FOLDER, text, hint)
     main, *_ = config.files.values()
@@ -102,10 +104,9 @@ def read_folder(
 def _faults(
     table: ModelTable,
     folder: Path,
-    content: Any,
     config: GenaiConfig,
     changed: Mapping[str, Any],
-    beside: Iterable[str],
+    beside: list[str],
 ) -> Iterator[tuple[str, str, str]]:
     """For each fault the key of the model's table, what is wrong, and what to do."""
     for name in config.files.values():
@@ -114,7 +115,7 @@ def _faults(
             yield "path", message, "Put it there: onnxruntime-genai refuses '..'."
         elif not is_regular(folder / name):
             yield "path", f"names the file {show(name)}, which is missing.", "Fetch it."
-    for name in re.findall(r'"([^"]+\.(?:dll|dylib|so))"', json.dumps(content)):
+    for name in re.findall(r'"([^"]+\.(?:dll|dylib|so))"', json.dumps(config.content)):
         message = f"names the library {show(name)}, which is for one system."
         yield "path", message, 'Remove it. For QNN, "backend_type": "htp" is right on every system.'
     for name in sorted({*changed, SOURCE}.intersection(file.partition("/")[0] for file in beside)):
@@ -127,8 +128,7 @@ def _faults(
         )
         yield "context-length", message, "Lower it."
     fixed = any(own.static_shapes for own in changed.values() if own)
-    model = content["model"]
-    pad, bos = model.get("pad_token_id"), model.get("bos_token_id")
+    pad, bos = (config.content.get(f"{name}_token_id") for name in ("pad", "bos"))
     is_filler = type(pad) is int and pad not in (bos if isinstance(bos, list) else [bos])
     if (fixed or config.cached) and not is_filler:
         message = (
@@ -154,7 +154,7 @@ def stages(model: Model) -> tuple[Model, ...]:
     """
     assert model.genai is not None, "other models have no stages"
     genai, folder = model.genai, model.path.parent
-    _, config = read_config(folder)
+    config = read_config(folder)
     fixed = tuple(target for target in model.targets if target.settings.static_shapes)
     still_open = tuple(target for target in model.targets if not target.settings.static_shapes)
     shapes = config.dummy_shapes
@@ -193,7 +193,7 @@ def check_slots(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Problem
     """A conversation that is longer than the cache of a stage with these ``inputs``: some give no error."""
     if model.genai is None or not model.genai.stage or model.cut:
         return
-    _, config = read_config(model.path.parent)
+    config = read_config(model.path.parent)
     length = model.genai.context_length or config.context_length
     for value in inputs:
         slots = value.sizes[2] if value.name in config.past and len(value.sizes) > 2 else None
@@ -204,14 +204,9 @@ def check_slots(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Problem
             return
 
 
-def read_config(folder: Path) -> tuple[Any, GenaiConfig]:
-    """The ``genai_config.json`` in ``folder``; raises OSError, and ValueError for one that cannot be used."""
+def read_config(folder: Path) -> GenaiConfig:
+    """The ``genai_config.json`` in ``folder``; raises OSError, and ValueError for what it lacks."""
     content = json.loads((folder / GENAI_CONFIG).read_bytes())
-    return content, _read(content)
-
-
-def _read(content: Any) -> GenaiConfig:
-    """Raises ValueError for what is missing, or has another type."""
     decoder = _value(content, "model.decoder", dict)
     pipeline = _value(content, "model.decoder.pipeline", list, [])
     stages = {name: stage for entry in pipeline for name, stage in dict(entry).items()}
@@ -223,6 +218,7 @@ def _read(content: Any) -> GenaiConfig:
     layers = range(_value(decoder, "num_hidden_layers", int))
     past = tuple(name.replace("%d", str(layer)) for layer in layers for name in names)
     return GenaiConfig(
+        content["model"],
         files,
         tuple(name for name, stage in stages.items() if {*past} & {*stage.get("inputs", ())}),
         {"input_ids": "input_ids", **_value(decoder, "inputs", dict)},
@@ -273,7 +269,5 @@ def _changed(
 
 def _files(folder: Path) -> list[str]:
     """The files of the folder but hidden ones, by their paths in it, sorted."""
-    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return sorted(
-        path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)
-    )
+    files = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    return sorted(file.as_posix() for file in files if not any(p[0] == "." for p in file.parts))

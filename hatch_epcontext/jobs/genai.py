@@ -10,6 +10,9 @@ from hatch_epcontext.config.settings import GENAI_CONFIG, Model
 from hatch_epcontext.jobs.artifact import Built, Result, Source
 from hatch_epcontext.shipped import SOURCE
 
+_WINDOW = {"alignment": "left", "slide_inputs": True, "slide_key_value_cache": False}
+"""How the chunks of a prompt are filled: at their end."""
+
 
 def overlays(result: Result) -> dict[str, dict[str, Any]]:
     """What each target changes in the configuration of each language model, by its folder in the package."""
@@ -50,55 +53,42 @@ def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str
     }
     job = results[0].job
     model, target = job.models[0], job.target
+    prefix = f"{model.configured_name}."
     assert model.genai is not None, "only a language model has an overlay"
-    file = sources[model.configured_name].model.path.parent / GENAI_CONFIG
-    config = json.loads(file.read_bytes())["model"]
+    folder = sources[model.configured_name].model.path.parent
+    config = json.loads((folder / GENAI_CONFIG).read_bytes())["model"]
     name, options = target.provider.genai_name, dict[str, str]()
     for entry in config["decoder"].get("session_options", {}).get("provider_options", []):
         options |= entry.get(name, {})
     # The module for apps knows the folders of the others.
     options |= {key: value for key, value in target.load_options.items() if "{" not in value}
-    session: dict[str, Any] = {
+    shared = {"ep.share_ep_contexts": "1"} if job.group is not None else {}
+    session = {
         **target.settings.session_options,
+        **shared,
         "session.disable_model_compile": "1",
+        "provider_options": [{name: options}],
     }
-    if job.group is not None:
-        session["ep.share_ep_contexts"] = "1"
-    session["provider_options"] = [{name: options}]
-    result = _limits(model)
-    if not model.genai.stage:
-        decoder: dict[str, Any] = {"filename": stages[model.name], "session_options": session}
-    elif pipeline := config["decoder"].get("pipeline"):
-        named = {name: dict(stage) for entry in pipeline for name, stage in entry.items()}
-        for member, stage in stages.items():
-            own = named[member.removeprefix(f"{model.configured_name}.")]
-            own |= {"filename": stage, "session_options": session}
-        decoder = {"pipeline": [{name: stage} for name, stage in named.items()]}
-    else:
+    result, decoder = _limits(model), dict[str, Any]()
+    pipeline = config["decoder"].get("pipeline", ())
+    named = {name: dict(stage) for entry in pipeline for name, stage in entry.items()}
+    if model.genai.stage and not named:
         result["model"]["type"] = "decoder-pipeline"
         result["search"]["past_present_share_buffer"] = True
-        decoder = _pipeline(config, session, stages, sources, model.genai.chunk)
+        facts = sources[model.name].facts
+        past, total = (value.name for value in facts.inputs if value.dtype == "int32")
+        decoder["inputs"] = {"past_sequence_length": past, "total_sequence_length": total}
+        window = {"window_size": model.genai.chunk, "pad_value": config["pad_token_id"]}
+        decoder["sliding_window"] = {**window, **_WINDOW}
+        tensors = {kind: [v.name for v in getattr(facts, kind)] for kind in ("inputs", "outputs")}
+        first, *_, last = *stages, *stages
+        for name in stages:
+            runs = {"run_on_prompt": name == first, "run_on_token_gen": name == last}
+            named[name.removeprefix(prefix)] = {**tensors, **runs}
+    for name, file in stages.items():
+        part = named[name.removeprefix(prefix)] if model.genai.stage else decoder
+        part |= {"filename": file, "session_options": session}
+    if named:
+        decoder["pipeline"] = [{name: stage} for name, stage in named.items()]
     result["model"]["decoder"] = decoder
     return result
-
-
-def _pipeline(
-    config: Any, session: Any, files: Mapping[str, str], sources: Mapping[str, Source], chunk: int
-) -> dict[str, Any]:
-    """A decoder whose stages are the whole model: for a chunk of a prompt, and for one token."""
-    first, *_, last = *files, *files
-    facts = sources[first].facts
-    lengths = [value.name for value in facts.inputs if value.dtype == "int32"]
-    common = {
-        "inputs": [value.name for value in facts.inputs],
-        "outputs": [value.name for value in facts.outputs],
-        "session_options": session,
-    }
-    stages = []
-    for name, (model, file) in zip(("context", "iterator"), files.items(), strict=False):
-        runs = {"run_on_prompt": model == first, "run_on_token_gen": model == last}
-        stages.append({name: {**common, **runs, "filename": file}})
-    window = {"window_size": chunk, "pad_value": config["pad_token_id"], "alignment": "left"}
-    window |= {"slide_inputs": True, "slide_key_value_cache": False}
-    inputs = {"past_sequence_length": lengths[0], "total_sequence_length": lengths[1]}
-    return {"inputs": inputs, "sliding_window": window, "pipeline": stages}

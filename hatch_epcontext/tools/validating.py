@@ -422,7 +422,7 @@ def _validate_variant(
         names = {tensor.name for tensor in opened.inputs}
         configured = (tensor for tensor in component.about.inputs if tensor.name in names)
         place = folder / (reference or variant).variant_directory
-        fed = read_config(place)[1].dummy_shapes if is_genai_folder(place) else {}
+        fed = read_config(place).dummy_shapes if is_genai_folder(place) else {}
         to_run = replace(
             model,
             name=result.component,
