@@ -41,9 +41,7 @@ def handle(request: CompileRequest) -> CompileReply:
         _compile_buffers(request, request.buffers)
         return CompileReply((), time.monotonic() - start)
     folder, provider = Path(request.folder), request.target.provider
-    prepared = [
-        _at_fixed_path(*each) for each in zip(request.models, request.prepared, strict=True)
-    ]
+    prepared = [*map(_at_fixed_path, request.models, request.prepared)]
     results = [folder / provider.result_file(model.name) for model in request.models]
     jobs = [*zip(request.models, prepared, results, strict=True)]
     for model, path, result in jobs:

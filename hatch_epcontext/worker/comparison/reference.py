@@ -222,27 +222,22 @@ class _SourceSession:
                     return axes
         return {}
 
-    def _batch_axes(self, run: ReferenceRun) -> list[dict[str, dict[str, int]]]:
+    def _batch_axes(self, run: ReferenceRun) -> Iterator[dict[str, dict[str, int]]]:
         """What may be the axis of the batch in all inputs and outputs of ``run``."""
         values = {"inputs": self.session.get_inputs(), "outputs": self.session.get_outputs()}
-        names = {"inputs": run.feeds.keys(), "outputs": run.outputs[0].keys()}
-        symbols = [size for value in values["inputs"][:1] for size in value.shape]
-        candidates = []
-        for symbol in (*filter(lambda size: isinstance(size, str), symbols), None):
+        names = {*run.feeds, *run.outputs[0]}
+        symbols = (size for value in values["inputs"][:1] for size in value.shape)
+        for symbol in (*(size for size in symbols if isinstance(size, str)), None):
             axes = {
                 kind: {
                     value.name: _open_axis(value.shape, symbol)
                     for value in values[kind]
-                    if value.name in names[kind]
+                    if value.name in names
                 }
                 for kind in values
             }
-            if axes not in candidates and -1 not in (
-                *axes["inputs"].values(),
-                *axes["outputs"].values(),
-            ):
-                candidates.append(axes)
-        return candidates
+            if -1 not in (*axes["inputs"].values(), *axes["outputs"].values()):
+                yield axes
 
     def left_of(self, run: ReferenceRun) -> float:
         """The part of a difference in the first states that is left after the steps of ``run``.
