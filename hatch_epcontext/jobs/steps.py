@@ -40,7 +40,13 @@ from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.system import writing
-from hatch_epcontext.worker.results import Context, Precision, Preparation, Validation
+from hatch_epcontext.worker.results import (
+    Context,
+    Precision,
+    Preparation,
+    Validation,
+    ValidationStatus,
+)
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import Prepared
@@ -162,14 +168,10 @@ class Steps:
             # With other samples, other rewrites are worthwhile.
             is_same = again.rewrites == record.preparations[index].rewrites
             prepared = again.path if is_same else None
-        scratch = self.build.scratch("validate")
-        moved = scratch.with_name(f"{scratch.name}-moved")
+        moved = self.build.scratch("moved")
         with writing("a copy to validate", moved):
             shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
         to_run = model.to_run_on(target)
-        source = self._sources.get(_form(job, to_run))
-        if source is None:
-            source = self._simplify(job, to_run, Recipe("none"), self.build.workers)
         request = ValidateRequest(
             to_run,
             target,
@@ -177,13 +179,22 @@ class Steps:
             str(moved),
             model.tolerance_for(target),
             record.contexts if job.group else (),
-            reference=source.reference,
-            ranges=source.ranges,
             prepared=prepared,
         )
         purpose = self._purpose(job, record.recipe, "run")
-        with self.build.device(target), self.build.workers.process(purpose) as worker:
-            validation = worker.call(request, scratch, location=job.location, step="validation")
+
+        def call(request: ValidateRequest) -> Validation:
+            with self.build.device(target), self.build.workers.process(purpose) as worker:
+                folder = self.build.scratch("validate")
+                return worker.call(request, folder, location=job.location, step="validation")
+
+        source, validation = self._sources.get(_form(job, to_run)), None
+        if source is None and target.provider.by_library:
+            # Without its device nothing is run, and the source may be large.
+            validation = call(replace(request, tolerance=None))
+        if validation is None or validation.status is not ValidationStatus.STRUCTURE:
+            source = source or self._simplify(job, to_run, Recipe("none"), self.build.workers)
+            validation = call(replace(request, reference=source.reference, ranges=source.ranges))
         shutil.rmtree(moved)
         return validation
 

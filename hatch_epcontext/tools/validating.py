@@ -289,12 +289,19 @@ def _run_moved(
         name = _copy(path, model, moved, folder)
         context = Context(to_run.name, name, model.inputs, model.outputs)
         request = ValidateRequest(to_run, target, context, str(moved), tolerance)
-        if compare:
+
+        def is_run() -> bool:
+            """Whether the device of a vendor's library is there; if not, the source is not needed."""
+            alone = workers.call(
+                replace(request, tolerance=None), staging / "alone", location=location
+            )
+            return alone.status is not ValidationStatus.STRUCTURE
+
+        if compare and (not provider.by_library or is_run()):
             own = tolerance if target.settings.changes_precision else None
-            precision = Precision(target.settings.dequantize, tolerance=own)
             prepare = PrepareRequest(
                 *(to_run, "none", str(staging / "source"), tolerance is not None),
-                precision=precision,
+                precision=Precision(target.settings.dequantize, tolerance=own),
                 emulated=False,
             )
             # Which makes both folders.
