@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +67,15 @@ def compile_models(config: Config, output: Path, run: Run, *, overwrite: bool) -
     sweep(folder)
     planned = plan(config)
     if not overwrite:
-        _refuse_existing(
-            folder / (name or job.target.provider.result_file(model.name))
+        results = [
+            job.target.provider.result_file(model.name)
             for job in planned.jobs
             for model in job.models
-        )
+        ]
+        # EPs name a sidecar after the context model.
+        stems = (glob.escape(Path(result).stem) for result in results)
+        sidecars = (path for stem in stems for path in sorted(folder.glob(f"{stem}[._]*")))
+        _refuse_existing(dict.fromkeys((*(folder / (name or r) for r in results), *sidecars)))
     with temp_dir() as staging:
         result = run(planned, staging)
         files = _destinations(result.built, name)
@@ -78,7 +83,7 @@ def compile_models(config: Config, output: Path, run: Run, *, overwrite: bool) -
         replaced = {path.resolve() for path in written}
         _refuse_sources(result, replaced.__contains__)
         if not overwrite:
-            # Sidecars, whose names an EP chooses.
+            # An EP may choose another name.
             _refuse_existing(written)
         with writing("a result", folder, str(output), OutputError):
             replace_files(folder, files)

@@ -99,8 +99,11 @@ def test_existing_files_are_only_replaced_with_overwrite(
     assert (tmp_path / "a_ctx.onnx").read_bytes() == b"context"
 
 
-@pytest.mark.parametrize(("place", "name"), [("", "a_ctx.onnx"), ("any.onnx", "any.onnx")])
-def test_existing_models_are_refused_before_anything_is_compiled(
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("", "a_ctx.onnx"), ("any.onnx", "any.onnx"), ("", "a_ctx_qnn.bin")],
+)
+def test_existing_files_are_refused_before_anything_is_compiled(
     project: Path, tmp_path: Path, place: str, name: str
 ) -> None:
     config = configured(project, TOML.replace('"cpu"', '"qnn"'))
