@@ -14,7 +14,7 @@ import pytest
 
 from hatch_epcontext.system import terminated_as_error
 from tests.altered_workers import write_start_code
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, wait_for
 from tests.models import network, save
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signal")
@@ -84,8 +84,7 @@ def test_a_build_leaves_nothing_behind(project: Path, tmp_path: Path) -> None:
         str(project),
     )
     with subprocess.Popen(command, cwd=REPOSITORY, env=environ) as build:
-        while not started.exists() and build.poll() is None:
-            time.sleep(0.05)
+        wait_for(lambda: started.exists() or build.poll() is not None)
         build.terminate()
         assert build.wait() == 143
     assert list((tmp_path / "tmp").glob("hatch-epcontext-*")) == []

@@ -97,9 +97,14 @@ class Cluster:
 
     def wait(self) -> None:
         """Return when all workers are connected."""
-        while self.workers.keys() - {w.name for w in self.scheduler.scheduler.workers.values()}:
+
+        def connected() -> bool:
             assert all(worker.poll() is None for worker in self.workers.values())
-            time.sleep(0.05)
+            return self.workers.keys() <= {
+                worker.name for worker in self.scheduler.scheduler.workers.values()
+            }
+
+        wait_for(connected)
 
     def hold(self, resources: str, *names: str) -> Path:
         """Start workers with `SLOW_LIBRARY`, which compile only when the returned file is gone."""
@@ -389,10 +394,13 @@ def test_another_worker_takes_up_the_job_of_one_that_was_killed(
     building = run.aside.submit(run, SLOW)
     (first,) = run.cluster.held(building)
     run.cluster.kill(first)
-    # A fast machine finishes the job before the build looks at it for the first time.
-    while len(run.cluster.held()) == 1 or "on the cluster" not in run.progress[-1]:
+
+    def is_taken_up() -> bool:
+        # A fast machine finishes the job before the build looks at it for the first time.
         assert not building.done(), building.exception()
-        time.sleep(0.05)
+        return len(run.cluster.held()) > 1 and "on the cluster" in run.progress[-1]
+
+    wait_for(is_taken_up)
     hold.unlink()
     (built,) = building.result().built
     assert built.validations["a"].agreements

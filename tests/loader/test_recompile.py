@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ import onnxruntime
 import pytest
 
 from hatch_epcontext import _recompile
-from tests.conftest import needs_qnn
+from tests.conftest import needs_qnn, wait_for
 from tests.loader.shipped import (
     CPU,
     NPU,
@@ -219,9 +218,7 @@ def test_of_two_processes_one_compiles(qnn: Shipper, broken: Any, tmp_path: Path
     ready = [tmp_path / f"ready{index}" for index in range(2)]
     go = tmp_path / "go"
     processes = [qnn.start(AT_ONCE, str(each), str(go)) for each in ready]
-    while not all(each.exists() for each in ready):
-        assert all(each.poll() is None for each in processes)
-        time.sleep(0.01)
+    wait_for(lambda: all(map(Path.exists, ready)) or any(each.poll() for each in processes))
     go.touch()
     results = [qnn.finish(each) for each in processes]
     for (first, second, _), _ in results:
