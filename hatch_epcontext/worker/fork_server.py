@@ -42,7 +42,7 @@ def preload(providers: Iterable[Provider] = ()) -> None:
     # Most of what is imported stays: collecting garbage meanwhile takes an eighth of the time.
     gc.disable()
     actions = (f"hatch_epcontext.worker.actions.{action}" for action in _ACTIONS)
-    for name in ("numpy", "onnx", "onnxruntime", "onnx.reference", *actions):
+    for name in ("numpy", "onnx", "onnxruntime", *actions):
         # A worker that needs it fails by itself, with its own message and log.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
