@@ -29,12 +29,12 @@ from hatch_epcontext.config.settings import (
     CompileSettings,
     Model,
     OptionFile,
-    Quantize,
     Target,
 )
 from hatch_epcontext.config.tables import (
     FallbackTable,
     ModelTable,
+    QuantizedType,
     QuantizeTable,
     RootTable,
     TargetTable,
@@ -453,8 +453,7 @@ def _with_plugins(target: Target, path: Path) -> Target:
     return dataclasses.replace(target, settings=settings)
 
 
-def _quantize(table: TargetTable, provider: Provider) -> Quantize | None:
+def _quantize(table: TargetTable, provider: Provider) -> QuantizedType | None:
     if not isinstance(table.quantize, QuantizeTable):
         return None
-    activation = table.quantize.activation or provider.quantized_activation
-    return Quantize(activation, table.quantize.weight)
+    return table.quantize.activation or provider.quantized_activation

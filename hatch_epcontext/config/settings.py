@@ -44,14 +44,6 @@ SYNTHETIC = ("ones", "random", "zeros")
 
 
 @dataclass(frozen=True)
-class Quantize:
-    """How a float model is quantized: the integers of its activations and of its weights."""
-
-    activation: QuantizedType = "uint16"
-    weight: QuantizedType = "uint8"
-
-
-@dataclass(frozen=True)
 class OptionFile:
     """A file that the option at ``key`` names, by its absolute ``path``, and that the EP reads.
 
@@ -85,7 +77,7 @@ class CompileSettings:
     which differs between machines. With ``static_shapes`` the model's dims and shapes are fixed. With
     ``from_memory`` the compiler reads and writes memory only. ``dequantize``: whether dynamic quantization
     is undone, ``"all"`` for static quantization too, None to undo it only if the EP leaves nodes otherwise.
-    ``quantize``: how floats are quantized, or None; the calibration data is the target's.
+    ``quantize``: the integers of activations if floats are quantized; the calibration data is the target's.
     """
 
     provider: str
@@ -105,7 +97,7 @@ class CompileSettings:
     compile_with: CompileWith = "ep"
     compute_capabilities: tuple[str, ...] = ()
     dequantize: Dequantize | None = None
-    quantize: Quantize | None = None
+    quantize: QuantizedType | None = None
 
     @property
     def changes_precision(self) -> bool:

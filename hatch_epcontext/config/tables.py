@@ -208,9 +208,9 @@ class QuantizeTable:
         required=True,
     )
     activation: QuantizedType | None = declare(
-        "The integers of activations.", when_missing="`uint16`, and `uint8` for OpenVINO"
+        "The integers of activations; those of weights are `uint8`.",
+        when_missing="`uint16`, and `uint8` for OpenVINO",
     )
-    weight: QuantizedType = declare("The integers of weights.", "uint8")
 
 
 @dataclass(frozen=True, kw_only=True)

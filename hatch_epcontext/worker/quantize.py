@@ -39,8 +39,8 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
     quantized.
     """
     step("quantizing the model")
-    how = precision.quantize
-    assert how is not None, "only then it is called"
+    activation = precision.quantize
+    assert activation is not None, "only then it is called"
     key = model.key / "quantize"
     onnx_model = onnx.load(source, load_external_data=False)
     if any(node.op_type in _QUANTIZED for node in graph.nodes(onnx_model.graph)):
@@ -57,8 +57,8 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
         config = qnn.get_qnn_qdq_config(
             fused if changed else source,
             data,
-            activation_type=_TYPES[how.activation],
-            weight_type=_TYPES[how.weight],
+            activation_type=_TYPES[activation],
+            weight_type=quantization.QuantType.QUInt8,
         )
         quantization.quantize(fused if changed else source, result, config)
     except ModelError:
@@ -67,9 +67,7 @@ def write_quantized(source: Path, result: Path, model: Model, precision: Precisi
         message = f"ONNX Runtime cannot quantize the model: {type(error).__name__}: {error}."
         hint = "Remove quantize, or cut away the part that cannot be quantized (not tried)."
         raise ModelError(Problem.at(key, Kind.INVALID_MODEL, message, hint)) from error
-    return (
-        f"quantized to {how.activation} with weights of {how.weight} ({count(data.read, 'sample')})"
-    )
+    return f"quantized to {activation} with weights of uint8 ({count(data.read, 'sample')})"
 
 
 class _CalibrationReader(quantization.CalibrationDataReader):  # type: ignore[misc]

@@ -11,8 +11,7 @@ from dataclasses import field, replace
 from enum import Enum
 from typing import Literal
 
-from hatch_epcontext.config.settings import Quantize
-from hatch_epcontext.config.tables import Dequantize
+from hatch_epcontext.config.tables import Dequantize, QuantizedType
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Declined, NodeFacts, TensorFacts
@@ -56,7 +55,7 @@ class Precision:
     """
 
     dequantize: Dequantize | None = None
-    quantize: Quantize | None = None
+    quantize: QuantizedType | None = None
     calibration: str = ""
     tolerance: Tolerance | None = None
 

@@ -39,7 +39,7 @@ def model(keys: str) -> str:
          "models[0].targets.cpu.quantize.activation", 'must be "uint8"'),
         (model('targets.cpu = { quantize = { inputs = "models" }, dequantize = true }'),
          "models[0].targets.cpu.quantize", "set together with dequantize"),
-        (model('targets.cpu.quantize = { weight = "int8" }'),
+        (model('targets.cpu.quantize = { activation = "int8" }'),
          "models[0].targets.cpu.quantize.inputs", "is required"),
         (model("targets.cpu.recompile = true"),
          "models[0].targets.cpu.recompile", "no contexts that the loader can compile"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.config import targets
-from hatch_epcontext.config.settings import CompileSettings, Quantize
+from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.config.tables import TargetTable, ToleranceTable, ValidateTable
 from hatch_epcontext.errors import ConfigError, Key, Kind
 from hatch_epcontext.jobs import requirements
@@ -129,7 +129,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "dequantize": ("qnn", 'dequantize = "all"', "all"),
     "quantize": (
         "qnn", 'quantize = { inputs = "models", activation = "int8" }',
-        Quantize("int8", "uint8"),
+        "int8",
     ),
 }  # fmt: skip
 """For each key of a target that is a field of `CompileSettings`: its TOML, and the value of the field."""
@@ -251,7 +251,7 @@ def test_a_model_can_switch_off_what_its_target_quantizes(project: Path) -> None
     models = ["models/a.onnx", { path = "models/b.onnx", targets.qnn.quantize = false }]
     """
     first, other = (model.targets[0] for model in read(project, toml).models)
-    assert (first.settings.quantize, first.calibration) == (Quantize(), str(project / "models"))
+    assert (first.settings.quantize, first.calibration) == ("uint16", str(project / "models"))
     assert (other.settings.quantize, other.calibration) == (None, "")
 
 

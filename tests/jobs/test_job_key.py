@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.config.settings import CompileSettings, Quantize
+from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
 from hatch_epcontext.jobs.plan import Job, plan
 from tests.results import configured
@@ -31,7 +31,7 @@ CHANGED: dict[str, Any] = {
     "unroll_limit": 1,
     "recompile": True,
     "dequantize": "all",
-    "quantize": Quantize("uint8"),
+    "quantize": "uint8",
 }
 """Another value for each field of `CompileSettings`."""
 

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnxruntime.quantization import quantize_dynamic
 
-from hatch_epcontext.config.settings import Model, Quantize
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, ModelError
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.actions.prepare import handle
@@ -23,8 +23,7 @@ def quantized(
     folder.mkdir(exist_ok=True)
     np.savez(folder / "samples.npz", x=samples)
     spec = Model("a", save(made, folder / "a.onnx"), MODEL)
-    how = Quantize("uint16", "uint8")
-    precision = Precision(False, how, str(folder / "samples.npz"), Tolerance(snr, 0.98))
+    precision = Precision(False, "uint16", str(folder / "samples.npz"), Tolerance(snr, 0.98))
     out = folder / "out"
     out.mkdir()
     return handle(PrepareRequest(spec, "onnxruntime", str(out), True, precision=precision))
