@@ -135,13 +135,12 @@ def _model(model: ModelReport, job: JobReport) -> list[_Html]:
 
 
 def _agreement(output: Agreement) -> Mapping[str, object]:
-    worst = output.worst
     return {
         "output": output.output,
         "largest difference": f"{output.max_abs:.3g}",
         "cosine": "near zero" if output.cosine is None else f"{output.cosine:.6f}",
         "signal to noise": "equal" if output.snr is None else f"{output.snr:.1f} dB",
-        "worst at": worst and f"{output.worst_snr:.1f} dB {worst.text}",
+        "worst at": output.worst and f"{output.worst_snr:.1f} dB {output.worst.text}",
         "result": ": ".join(filter(None, [output.status.value, output.reason])),
     }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import shutil
 import threading
@@ -84,8 +85,9 @@ class MissingError(TransportError):
 class Transport:
     """The files at ``url``, a valid URL of `check_cache_url`, for all threads of one build.
 
-    ``timeout``: seconds that a request waits for an answer, or for more bytes. ``stopped``: why no request is
-    made any more: the first one without an answer in time is also the last one. Methods raise TransportError.
+    ``timeout``: seconds that a request waits for an answer, or for more bytes. ``stopped``: why all requests
+    end and no more is made: the first one without an answer in time is also the last one. Methods raise
+    TransportError.
     """
 
     def __init__(self, url: str, timeout: float = _TIMEOUT) -> None:
@@ -95,10 +97,6 @@ class Transport:
         self.timeout = timeout
         # Whether the file with a hash is there and intact, if known.
         self._intact: dict[str, bool] = {}
-
-    def stop(self, reason: str = "the build was interrupted") -> None:
-        """End all requests, and start no more."""
-        self.stopped = reason
 
     def has_file(self, file: FileRecord) -> bool:
         """Whether a file of that size has the name of this hash, and is not known to be damaged."""
@@ -154,26 +152,16 @@ class Transport:
         """
         target.touch(exist_ok=False)
         # Parts at the same time would not be counted as they arrive.
-        options = {"max_concurrency": 1} if self._scheme == "s3" else {}
+        options, file = {"max_concurrency": 1} if self._scheme == "s3" else {}, str(target)
+        self._ask(
+            name, lambda fs, path, back: fs.get_file(path, file, callback=back, **options), limit
+        )
 
-        def check(size: int) -> None:
-            if size > limit:
-                raise DamagedError(f"{name} has more than {show_size(limit)}")
-
-        def get(fs: Any, path: str, callback: Any) -> None:
-            fs.get_file(path, str(target), callback=callback, **options)
-
-        self._ask(name, get, check)
-
-    def _ask(
-        self,
-        name: str,
-        request: Callable[[Any, str, Any], T],
-        arrived: Callable[[int], None] = lambda _: None,
-    ) -> T:
+    def _ask(self, name: str, request: Callable[[Any, str, Any], T], limit: float = math.inf) -> T:
         """The result of ``request``, which gets the file system, the path of ``name`` and a callback.
 
-        It runs in a thread of its own, because backends may wait much longer than a build does.
+        It runs in a thread of its own, because backends may wait much longer than a build does. Raises
+        DamagedError for more than ``limit`` bytes.
         """
         if self.stopped:
             raise TransportError(self.stopped)
@@ -182,7 +170,8 @@ class Transport:
         def count(_: int, value: int, **__: object) -> None:
             nonlocal size
             size = value
-            arrived(value)
+            if size > limit:
+                raise DamagedError(f"{name} has more than {show_size(limit)}")
 
         def run() -> T:
             from fsspec.callbacks import Callback
@@ -196,7 +185,7 @@ class Transport:
             if size - size_before >= _SLOWEST * self.timeout:
                 size_before, since = size, time.monotonic()
             elif not self.stopped and time.monotonic() - since >= self.timeout:
-                self.stop(f"{self.timeout:g} s without an answer")
+                self.stopped = f"{self.timeout:g} s without an answer"
             if self.stopped:
                 raise TransportError(self.stopped)
         try:
@@ -288,7 +277,7 @@ class SharedCache:
     def stop(self) -> None:
         """End all requests of an interrupted build, and start no more."""
         self._warn = lambda line: None
-        self.transport.stop()
+        self.transport.stopped = "the build was interrupted"
 
     def get(self, kind: str, key: str, type_: type[T], folder: Path | None = None) -> T | None:
         """The record of an entry; its files are then in ``folder``, which is created, if there is one.
@@ -366,7 +355,7 @@ class SharedCache:
                 self._can_write = False
                 self._report(f"cannot be written ({error}); this build only reads it", "write")
             elif not isinstance(error, MissingError):
-                self.transport.stop(self.transport.stopped or str(error))
+                self.transport.stopped = self.transport.stopped or str(error)
                 self._report(f"cannot be used ({error}); this build goes on without it", "use")
         except OSError as error:
             self._report(f"is not used for what cannot be stored here ({error.strerror or error})")
