@@ -127,9 +127,12 @@ def test_a_token_of_prompts_that_fills_chunks_too_is_an_error(tmp_path: Path) ->
 
 @needs_qnn
 def test_a_wheel_has_the_stages_with_shared_weights(folder: Path, tmp_path: Path) -> None:
-    project = make_project(tmp_path / "project", TOML + NPU)
+    target = NPU.replace(" }", ', provider-options.op_affinity = "affinity.json" }')
+    project = make_project(tmp_path / "project", TOML + target)
+    affinity = {"op_type": {"GroupQueryAttention": "htp"}}
+    (project / "affinity.json").write_text(json.dumps(affinity))
     wheel, printed = build_project(project)
-    assert "llama.shared (llama.64 + llama.1) -> npu (qnn): compiled, " in printed
+    assert "shared (llama.64 + llama.1) -> npu (qnn): compiled, llama.64 33/33 nodes, " in printed
     # Of what was compiled alone.
     assert "llama -> npu: onnxruntime-genai answers 2 prompts as on the CPU" in printed
     (package,) = inspect(wheel).packages.values()

@@ -50,6 +50,10 @@ def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
     names = (*part.inputs, *part.outputs)
     values = _values(onnx_model, model.path, [name for name in names if name not in lengths])
     values |= lengths
+    for node in filter(_is_attention, onnx_model.graph.node if lengths else ()):
+        # The cache has the same slots before and after.
+        for past, present in zip(node.input[3:5], node.output[1:3], strict=True):
+            values[present] = onnx.ValueInfoProto(name=present, type=values[past].type)
     if unknown := [name for name in names if not _is_typed(values.get(name))]:
         message = f"the type of {unknown[0]!r} is not known before the model runs."
         hint = "Cut at another tensor, or save the model with the types of all its tensors."
@@ -59,8 +63,7 @@ def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
 
 def _lengths(main: onnx.GraphProto, model: Model) -> dict[str, onnx.ValueInfoProto]:
     """The tensors with the lengths of the cache, before the last token and in all, as genai feeds them."""
-    attention = (node for node in main.node if node.op_type == "GroupQueryAttention")
-    names = {tuple(node.input[5:7]) for node in attention}
+    names = {tuple(node.input[5:7]) for node in filter(_is_attention, main.node)}
     if len(names) != 1:
         message = f"{model.path.name} has no GroupQueryAttention, or its lengths differ by layer."
         hint = "Build the folder with onnxruntime-genai's model builder, with -e cpu for example."
@@ -71,6 +74,10 @@ def _lengths(main: onnx.GraphProto, model: Model) -> dict[str, onnx.ValueInfoPro
         name: onnx.helper.make_tensor_value_info(name, int32, shape)
         for name, shape in zip(names.pop(), shapes, strict=True)
     }
+
+
+def _is_attention(node: onnx.NodeProto) -> bool:
+    return node.op_type == "GroupQueryAttention"
 
 
 def _values(
