@@ -72,9 +72,9 @@ def compile_models(config: Config, output: Path, run: Run, *, overwrite: bool) -
             for job in planned.jobs
             for model in job.models
         ]
-        # EPs name a sidecar after the context model.
+        # QNN and OpenVINO name a sidecar after the context model.
         stems = (glob.escape(Path(result).stem) for result in results)
-        sidecars = (path for stem in stems for path in sorted(folder.glob(f"{stem}[._]*")))
+        sidecars = (path for stem in stems for path in sorted(folder.glob(f"{stem}[._]*.bin")))
         _refuse_existing(dict.fromkeys((*(folder / (name or r) for r in results), *sidecars)))
     with temp_dir() as staging:
         result = run(planned, staging)
