@@ -46,7 +46,7 @@ from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata, tag
 from hatch_epcontext.serialize import to_plain, value_sha256
 from hatch_epcontext.shipped import METADATA
-from hatch_epcontext.text import listing, suggestion, to_toml
+from hatch_epcontext.text import listing, near_name, to_toml
 
 _MAX_WHEEL = 1 << 34
 """The most bytes of a published wheel."""
@@ -115,14 +115,15 @@ def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
         pins = {re.fullmatch(r"==([^*,]+)", str(r.specifier)) and str(r.specifier) for r in own}
         version = re.search(r"\d[^,*]*(?=,|$)", " ".join(str(r.specifier) for r in own))
         text = f"{name}=={version[0] if version else 1}" + (f"; {marker}" if marker else "")
-        extra = extras[0] if extras else name.removeprefix(f"{app}-")
+        extra = extras[0] if extras else re.sub(f"^{re.escape(app)}-(models-)?", "", name)
         line = f"Write in [project.optional-dependencies]: {extra} = {to_toml([text])}"
         message = ""
         if name == app:
             message, line = "is the app itself.", "Give the companion a name of its own."
         elif not own:
             message = "is not pinned by any extra of the app, and could not be installed with it."
-            line = " ".join(filter(None, (suggestion(name, named), line)))
+            near = near_name(name, named.keys() - config.companions.keys())
+            line = " ".join(filter(None, (near, line)))
         elif len(pins) > 1 or None in pins:
             others = listing(str(r.specifier) or "any" for r in own)
             message = f"must be pinned with == to one version, by which it is built, not {others}."
@@ -149,7 +150,8 @@ def _marker(config: Config) -> str:
     """The marker for the machines that the wheel of ``config`` is for; empty for all."""
     parts = dict[str, None]()
     for platform in _tag(config).rpartition("-")[2].split("."):
-        system = {"any": "", "win": "win32", "mac": "darwin"}.get(platform[:3], "linux")
+        names = {"any": "", "win": "win32", "mac": "darwin", "and": "android", "ios": "ios"}
+        system = names.get(platform[:3], "linux")
         machine = re.search("(x86_64|aarch64|amd64|arm64)?$", platform)
         own = machine[0].upper() if machine and system == "win32" else machine and machine[0]
         both = [f"sys_platform == '{system}'", *([f"platform_machine == '{own}'"] if own else [])]

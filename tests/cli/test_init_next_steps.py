@@ -80,7 +80,7 @@ def test_poetry_has_tables_of_its_own(project: Path) -> None:
 def test_the_extras_of_companions_are_shown(project: Path) -> None:
     table = TABLE.replace('"qnn"\n', '"qnn"\ncompanion = "my-app-models-qnn"\n')
     lines = steps(project, head() + table)["For the companion wheels:"]
-    pin = 'models-qnn = ["my-app-models-qnn==1"]'
+    pin = 'qnn = ["my-app-models-qnn==1"]'
     assert lines == f"Write in [project.optional-dependencies]: {pin}"
     pinned = head('optional-dependencies.npu = ["my-app-models-qnn==2"]')
     assert steps(project, pinned + table)["For the companion wheels:"] == ""
