@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import REPOSITORY, needs_qnn, printed_json
 from tests.integration.conftest import UV, Environment, copy_example, make_environment, run, tool
 
-pytestmark = [needs_qnn, pytest.mark.network]
+pytestmark = [needs_qnn, pytest.mark.network, pytest.mark.packagers]
 
 EXTRAS = """
 x-elite = ["digits-app-models-x-elite=={version}", "onnxruntime-qnn"]
@@ -21,6 +21,9 @@ cpu = ["digits-app-models-cpu=={version}"]
 """
 
 COMPANIONS = """
+[project.entry-points.pyinstaller40]
+hook-dirs = "digits_app.epcontext.__pyinstaller:get_hook_dirs"
+
 [tool.epcontext]
 fallback = { companion = "digits-app-models-cpu" }
 wheel.sbom = true
@@ -39,6 +42,8 @@ path = "models/digits.onnx"
 dims = { batch = 1 }
 license = "MIT"
 """
+
+VERSION = "1.0.0"
 
 NAMES = ("digits_app_models_cpu-1", "digits_app_models_x_elite-1")
 
@@ -103,7 +108,7 @@ def open_all(environment: Environment, project: Path) -> tuple[list[Any], dict[s
 def index(tmp_path_factory: pytest.TempPathFactory, env: dict[str, str]) -> Index:
     """With the app and its companions."""
     index = Index(tmp_path_factory.mktemp("companions"), env)
-    index.write("1.0.0", "1")
+    index.write(VERSION, "1")
     built = run(sys.executable, "-m", "build", UV, "-w", cwd=index.project, env=env)
     # It compiles nothing, and needs no compiler.
     assert "onnxruntime-qnn" not in built
@@ -119,7 +124,7 @@ def test_the_wheels_of_companions_are_whole_and_reproducible(index: Index) -> No
     assert [(index.project / "again" / wheel.name).read_bytes() for wheel in wheels] == first
     assert index.run("epcontext", "companions", "--published", "dist").count("unchanged: ") == 2
     index.run("twine", "check", "--strict", *wheels)
-    index.run("check-wheel-contents", index.dist)
+    index.run("check-wheel-contents", *wheels)
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             (folder,) = {
@@ -181,3 +186,17 @@ def test_an_app_gets_its_models_from_companions(index: Index, tmp_path: Path) ->
     index.pip(whole, "uninstall", "-y", "digits-app-models-x-elite", "digits-app-models-cpu")
     assert open_all(whole, index.project) == ([*skipped, source], {})
     assert not list(whole.folder.rglob("digits_app_models_*"))
+
+
+def test_a_frozen_app_has_the_companions_that_were_installed(index: Index, tmp_path: Path) -> None:
+    environment = make_environment(tmp_path / "venv", index.env)
+    index.uv(environment, f"digits-app[x-elite]=={VERSION}", "pyinstaller")
+    (tmp_path / "main.py").write_text(SCRIPT, encoding="utf-8")
+    pyinstaller = environment.executable("pyinstaller")
+    text = run(pyinstaller, "--noconfirm", "main.py", cwd=tmp_path, env=index.env)
+    assert "digits_app_models_cpu is not installed, and left out" in text
+    program = (tmp_path / "dist").rename(tmp_path / "moved") / "main" / "main"
+    image = index.project / "samples" / "3.png"
+    steps, numbers = printed_json(run(program, image, cwd=tmp_path, env={"HOME": str(tmp_path)}))
+    assert [step[1] for step in steps] == ["opened", "not tried", "not tried"]
+    assert numbers["x-elite"][0] == 3
