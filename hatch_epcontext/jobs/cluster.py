@@ -8,7 +8,6 @@ build may have the key, and it checks and stores what they compiled.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -212,10 +211,10 @@ class Cluster:
 
 
 def _connect(address: str) -> Any:
-    # It has no types.
-    client = importlib.import_module("distributed").Client
+    from distributed import Client
+
     # In a thread: despite its timeout it waits for ever for a server that accepts and never answers.
-    connect = partial(client, address, timeout=CONNECT_SECONDS, set_as_default=False)
+    connect = partial(Client, address, timeout=CONNECT_SECONDS, set_as_default=False)
     try:
         return in_thread(connect).result(CONNECT_SECONDS + 1)
     # Any exception: another kind of server may answer at that address.
