@@ -490,9 +490,9 @@ def sha256(file: Any) -> str:
 
 
 def _package(folder: Folder | None, verify: bool = False, module: str = "") -> Package:
-    """The package in ``folder``, or the one that contains this module; read again when it changed.
+    """The package in ``folder`` (of the companion ``module``), or the one that contains this module.
 
-    ``module``: the name by which Python imports ``folder``, if it is a companion.
+    It is read again when it changed.
     """
     from pathlib import Path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from functools import partial
@@ -44,10 +45,10 @@ def command(
     """
     root, problems = project.absolute(), list[Problem]()
     use_lines(root)
-    build = ProjectBuild(root, Terminal(log, partial(click.echo, err=True), verbose))
+    terminal = Terminal(log, partial(click.echo, err=True), verbose)
     # A companion has all its targets, or apps could not find them.
     environ = {name: text for name, text in os.environ.items() if name != f"{PREFIX}TARGETS"}
-    try:
+    with contextlib.closing(ProjectBuild(root, terminal)) as build:
         config, its = build.config(environ=environ), Project.read(root)
         about = project_metadata(root, its.table("project"), by_hatch=its.is_hatchling)
         companions = {companion.name: companion for companion in pinned(config, about)}
@@ -70,7 +71,5 @@ def command(
                 echo(f"unchanged: {name} {same} is published with these models")
             else:
                 echo(f"unchanged: {name} {same} has these models; pin =={same} again")
-    finally:
-        build.close()
     if problems:
         raise ConfigError(*problems)

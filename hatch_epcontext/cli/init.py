@@ -51,9 +51,8 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import temp_dir, write_atomically
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
-from hatch_epcontext.package.companions import pinned
 from hatch_epcontext.package.folder import SOURCE_FOLDERS, own_files
-from hatch_epcontext.package.wheel import FOLDER, MAX_SIZE, ProjectMetadata, import_packages
+from hatch_epcontext.package.wheel import FOLDER, MAX_SIZE, import_packages
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, listing, quoted_key, show_size, to_toml
 from hatch_epcontext.tools.configure import for_model, split
@@ -597,17 +596,7 @@ def next_steps(project: Project, config: Config) -> list[tuple[str, list[str]]]:
     return [
         ("In the app:", [f"from {module} import load", f"session = load({name}){more}"]),
         (f"In {place}:", [*_dependencies(project, config)]),
-        ("For the companion wheels:", _pins(project, config)),
     ]
-
-
-def _pins(project: Project, config: Config) -> list[str]:
-    """How the extras of the app have to pin its companions."""
-    try:
-        pinned(config, ProjectMetadata(project.name, "", None, tuple(project.dependencies)))
-    except ConfigError as error:
-        return [problem.hint or problem.message for problem in error.problems]
-    return []
 
 
 def _output(project: Project) -> PurePosixPath:

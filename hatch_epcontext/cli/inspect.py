@@ -111,7 +111,10 @@ def _show_package(folder: str, package: ModelPackage) -> None:
             )
             rows.append(row)
     show_table(("model", "target", "EP", "for", "coverage", "validation", "size"), rows)
-    for component in package.components.values():
+    for name, component in package.components.items():
+        for target, module in component.about.modules.items():
+            if module:
+                echo(f"{name} for {target}: in {module}, of {package.about.companions[module]}")
         for member, inputs in component.about.shapes.items():
             shapes = (f"{name} {_shape(shape)}" for name, shape in inputs.items())
             echo(f"{member}: a shape of {component.about.model}, {', '.join(shapes)}")

@@ -338,8 +338,6 @@ class Config:
 
     def of_wheel(self, companion: str | None = None) -> Config:
         """The configuration for what is in the app's own wheel, or in the wheel ``companion``."""
-        if not self.companions:
-            return self
         models = []
         for model in self.models:
             targets = tuple(t for t in model.targets if t.companion == companion)
@@ -348,8 +346,7 @@ class Config:
                 fallback = "source" if model.companion == companion else "none"
             if companion is None or targets or fallback != "none":
                 models.append(dataclasses.replace(model, targets=targets, fallback=fallback))
-        tag = self.wheel.tag if companion is None else "auto"
-        wheel = dataclasses.replace(self.wheel, tag=tag)
+        wheel = self.wheel if companion is None else dataclasses.replace(self.wheel, tag="auto")
         return dataclasses.replace(self, models=tuple(models), wheel=wheel)
 
     @property

@@ -48,9 +48,6 @@ from hatch_epcontext.serialize import to_plain, value_sha256
 from hatch_epcontext.shipped import METADATA
 from hatch_epcontext.text import listing, near_name, to_toml
 
-_MAX_WHEEL = 1 << 34
-"""The most bytes of a published wheel."""
-
 # In another process: back ends run code of the project.
 _PREPARE = """
 import sys, hatch_epcontext.backend
@@ -62,18 +59,14 @@ hatch_epcontext.backend.prepare_metadata_for_build_wheel(sys.argv[1])
 class Companion:
     """A companion, of the ``version`` that the app pins; ``requirement`` installs it with the app.
 
-    ``key``: where the configuration names it.
+    ``module``: its import package; ``key``: where the configuration names it.
     """
 
     name: str
+    module: str
     version: str
     requirement: str
     key: Key
-
-    @property
-    def module(self) -> str:
-        """Its import package."""
-        return self.name.replace("-", "_")
 
 
 def project_metadata(root: Path, table: Mapping[str, Any], *, by_hatch: bool) -> ProjectMetadata:
@@ -134,7 +127,8 @@ def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
         else:
             install = f"{project.name}[{extras[0]}]" if extras else project.name
             (pin,) = own[0].specifier
-            companions.append(Companion(name, pin.version, install, key))
+            module = name.replace("-", "_")
+            companions.append(Companion(name, module, pin.version, install, key))
     if problems:
         raise ConfigError(*problems)
     return companions
@@ -242,7 +236,7 @@ def _is_same(wheel: Path, companion: Companion, place: str) -> bool:
         earlier = Path(url)
         if "://" in url:
             earlier = folder / wheel.name
-            download(url, earlier, _MAX_WHEEL, lambda *_: None)
+            download(url, earlier, 1 << 34, lambda *_: None)
         return _content(earlier, companion) == _content(wheel, companion)
 
 

@@ -397,7 +397,11 @@ def _read(folder: Path) -> ModelPackage:
         message, hint = "has no manifest itself.", "Name the folder of one model package."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(folder), message, hint))
     if not any(component.variants for component in package.components.values()):
-        raise InspectionError(Problem(Kind.INVALID_PACKAGE, str(folder), "has no variants."))
+        names = listing(package.about.companions)
+        advice = f"Validate the folders of its companions: {names}." if names else None
+        raise InspectionError(
+            Problem(Kind.INVALID_PACKAGE, str(folder), "has no variants.", advice)
+        )
     return package
 
 

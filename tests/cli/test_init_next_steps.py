@@ -75,12 +75,3 @@ def test_poetry_has_tables_of_its_own(project: Path) -> None:
     listed = 'onnxruntime = "^1.23"\nonnxruntime-qnn = { version = "*", optional = true }\n'
     advice = steps(project, poetry.format(">=3.10,<4", listed) + TABLE)
     assert advice["In [tool.poetry.dependencies]:"] == ""
-
-
-def test_the_extras_of_companions_are_shown(project: Path) -> None:
-    table = TABLE.replace('"qnn"\n', '"qnn"\ncompanion = "my-app-models-qnn"\n')
-    lines = steps(project, head() + table)["For the companion wheels:"]
-    pin = 'qnn = ["my-app-models-qnn==1"]'
-    assert lines == f"Write in [project.optional-dependencies]: {pin}"
-    pinned = head('optional-dependencies.npu = ["my-app-models-qnn==2"]')
-    assert steps(project, pinned + table)["For the companion wheels:"] == ""
