@@ -142,6 +142,7 @@ def reference(
         chosen,
         left > _LASTS,
         batch=batch,
+        ranges=ranges,
     )
     return Reference(tuple(runs), facts)
 

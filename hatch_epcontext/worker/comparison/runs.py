@@ -13,6 +13,7 @@ import numpy as np
 import onnxruntime as ort
 
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
+from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import (
     Elsewhere,
@@ -51,6 +52,7 @@ class Facts:
 
     ``is_lasting``: whether states decay so slowly that errors in them add up. ``float_form``: how near
     dynamic integers are to the float form, if that is the reference. ``batch``: see `Validation`.
+    ``ranges``: of the inputs, if they are random.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class Facts:
     is_lasting: bool = False
     float_form: Agreement | None = None
     batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    ranges: Mapping[str, Range] = field(default_factory=dict)
 
     def of(self, output: str) -> OutputFacts:
         """What is known of ``output``."""
