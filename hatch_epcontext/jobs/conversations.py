@@ -19,7 +19,7 @@ from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.shipped import SOURCE
 from hatch_epcontext.system import writing
-from hatch_epcontext.text import aligned, count
+from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import Answer, ValidationStatus
 
 _RUN = (ValidationStatus.RAN, ValidationStatus.RAN_ALONE)
@@ -40,8 +40,7 @@ def compare_answers(build: Build, result: Result, log: Callable[[str], None]) ->
         job, where = own[0].job, place.replace("/", " -> ")
         limit = job.models[0].tolerance_for(job.target)
         try:
-            answers = _answers(build, result, place, own) if limit is not None else ()
-            if answers and limit is not None:
+            if limit is not None and (answers := _answers(build, result, place, own)):
                 _check(answers, limit.snr)
                 snr = min(answer.snr for answer in answers)
                 what = f"{count(len(answers), 'prompt')} as on the CPU ({snr:.0f} dB)"
@@ -96,20 +95,16 @@ def _answers(build: Build, result: Result, place: str, own: Sequence[Built]) -> 
 
 
 def _check(answers: Sequence[Answer], limit: float) -> None:
-    rows = [
-        (
-            f"  after {count(answer.prompt, 'token')}",
-            f"{answer.snr:.1f} dB of the logits (at least {limit:g} dB)",
-            f"clearly another token in {answer.others} of {answer.steps} steps",
-        )
+    lines = [
+        f"  {answer.snr:.1f} dB of the logits (at least {limit:g} dB), and clearly another token in "
+        f"{count(answer.others, 'step')}, after {count(answer.prompt, 'token')}"
         for answer in answers
         if answer.snr < limit or answer.others
     ]
-    if rows:
+    if lines:
         message = "onnxruntime-genai answers otherwise with what was compiled than on the CPU:"
         hint = (
             f"Check {GENAI_CONFIG}: pad_token_id must be a token that no prompt contains, and each stage of "
             "a pipeline must run on what it was made for."
         )
-        lines = "\n".join((message, *aligned(rows)))
-        raise BuildError(Problem(Kind.OUTPUT_DIFFERS, "", lines, hint))
+        raise BuildError(Problem(Kind.OUTPUT_DIFFERS, "", "\n".join((message, *lines)), hint))

@@ -323,14 +323,13 @@ def _least(one: float | None, other: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """How near ``steps`` of what a compiled language model answers are to the CPU's, after ``prompt`` tokens.
+    """How near a compiled language model's answer to ``prompt`` tokens is to the CPU's.
 
     ``snr``: of the logits, in decibels. ``others``: steps with another most likely token, although the CPU's
     is ahead by more than the largest error.
     """
 
     prompt: int
-    steps: int
     snr: float
     others: int
 

@@ -6,10 +6,12 @@ engine's header in hexadecimal digits. The EP passes that to the library to know
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import importlib
 import importlib.util
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -147,6 +149,7 @@ def _link() -> None:
         return
     # The libraries search the folder through which they were loaded first.
     links = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, links)
     for file in Path(spec.origin).parent.glob("*.so.1"):
         (links / file.stem).symlink_to(file)
         (links / file.name).symlink_to(file)

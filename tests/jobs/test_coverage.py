@@ -34,6 +34,8 @@ def test_uncovered_operators_are_named(project: Path) -> None:
         in text
     )
     assert "Change the model at these nodes, or cut it before them (not tried)." in text
+    text = failure(Coverage(3, 2, 1, (NodeFacts("a", "com.microsoft.Attention"),)), project)
+    assert "Change the model at these nodes (not tried)." in text
 
 
 def test_shapes_that_depend_on_the_data_are_named_as_the_reason(project: Path) -> None:

@@ -120,9 +120,9 @@ def _answer(prompt: int, reference: Rows, rows: Rows) -> Answer:
     """How near ``rows`` of logits are to the ``reference``, after a prompt of that many tokens."""
     error = np.abs(rows - reference)
     if not np.isfinite(error).all():
-        return Answer(prompt, len(rows), NOTHING, len(rows))
+        return Answer(prompt, NOTHING, len(rows))
     noise, signal = np.square(error).sum(), np.square(reference).sum()
     second, first = np.sort(reference, axis=1)[:, -2:].T
     others = (rows.argmax(1) != reference.argmax(1)) & (first - second > error.max(1))
     snr = 10 * np.log10(max(signal, 1e-30) / max(noise, 1e-30))
-    return Answer(prompt, len(rows), float(snr), int(others.sum()))
+    return Answer(prompt, float(snr), int(others.sum()))
