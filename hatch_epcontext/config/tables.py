@@ -164,7 +164,7 @@ def _license(value: str) -> str | None:
 
 
 def _wheel_tag(value: str) -> str | None:
-    if value in ("auto", "any"):
+    if value == "auto":
         return None
     # Imported here, because workers read these tables too.
     from packaging.tags import parse_tag
@@ -173,7 +173,7 @@ def _wheel_tag(value: str) -> str | None:
         valid = value.count("-") == 2 and bool(parse_tag(value))
     except ValueError:
         valid = False
-    return None if valid else '"auto", "any", or a wheel tag such as "py3-none-win_arm64"'
+    return None if valid else '"auto", or a wheel tag such as "py3-none-win_arm64"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -536,8 +536,8 @@ class WheelTable:
     """``[tool.epcontext.wheel]``. The variable ``HATCH_EPCONTEXT_<KEY>`` wins over each key."""
 
     tag: str = declare(
-        "`auto` joins the `platforms` of all targets, and leaves the tag to Hatch if one has none; "
-        "`any`; or a tag such as `py3-none-win_arm64`.",
+        "A tag such as `py3-none-win_arm64`; `auto` joins the `platforms` of all targets, and leaves the tag "
+        "to Hatch if one has none.",
         "auto",
         check=_wheel_tag,
     )

@@ -163,8 +163,6 @@ def tag(config: Config) -> str | None:
     It names the platforms that the models are for, not the one that compiled them: ``"auto"`` joins the
     platforms of all targets, and leaves the tag to Hatch if one target is for any platform.
     """
-    if config.wheel.tag == "any":
-        return "py3-none-any"
     if config.wheel.tag != "auto":
         return config.wheel.tag
     platforms = [target.platforms for target in config.targets]

@@ -60,7 +60,7 @@ def test_all_variables(tmp_path: Path) -> None:
         MEMORY_LIMIT="8 GB",
         SCHEDULER="tls://host:8786",
         SBOM="1",
-        TAG="any",
+        TAG="py3-none-any",
         EDITABLE="compile",
         VALIDATE="require",
     )
@@ -80,7 +80,7 @@ def test_all_variables(tmp_path: Path) -> None:
         "scheduler": "tls://host:8786",
     }
     assert settings.wheel == {
-        "tag": "any",
+        "tag": "py3-none-any",
         "sbom": True,
     }
     assert settings.shared_cache_write
@@ -158,7 +158,7 @@ SAMPLES: dict[tuple[str, str], tuple[str, str, Any, str]] = {
     ("build", "timeout"): ("7", "2.5", 2.5, "-1"),
     ("build", "memory_limit"): ("7", "1.5 kB", 1500, "much"),
     ("wheel", "sbom"): ("false", "1", True, "maybe"),
-    ("wheel", "tag"): ('"any"', "py3-none-win_arm64", "py3-none-win_arm64", "x"),
+    ("wheel", "tag"): ('"py3-none-any"', "py3-none-win_arm64", "py3-none-win_arm64", "x"),
 }
 
 
