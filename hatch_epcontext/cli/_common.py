@@ -99,11 +99,12 @@ def show_written(package: Path, files: Sequence[Path]) -> None:
     echo(f"wrote {package} ({count(len(sizes), 'file')}, {show_size(sum(sizes))})")
 
 
-def run_plan(planned: Plan, staging: Path, verbose: int, name: str) -> Result:
-    """Run all jobs of the project ``name``, and write a report; raises as `build_with_report` does."""
+def run_plan(planned: Plan, staging: Path, verbose: int, name: str, report: Path | None) -> Result:
+    """Run all jobs of the project ``name``, and write a ``report``; raises as `build_with_report` does."""
     settings = planned.config.build
+    config = replace(planned.config, report=report or planned.config.report)
     workers = make_workers(verbose, settings.timeout, settings.memory_limit)
-    return build_with_report(planned, staging, log, workers, warn, name)
+    return build_with_report(replace(planned, config=config), staging, log, workers, warn, name)
 
 
 def failed_jobs(config: Config) -> Mapping[tuple[str, str], Problem]:

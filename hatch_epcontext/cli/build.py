@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import click
@@ -41,13 +40,12 @@ def command(
     the cache, from which the next build of the wheel takes them.
     """
     config = project_config(project.absolute(), targets)
-    config = dataclasses.replace(config, report=report or config.report)
     planned = plan(config)
     with temp_dir() as staging:
         if only_plan:
             _show_plan(planned, staging)
             return
-        run_plan(planned, staging, verbose, Project.read(config.root).name)
+        run_plan(planned, staging, verbose, Project.read(config.root).name, report)
 
 
 def _show_plan(planned: Plan, staging: Path) -> None:

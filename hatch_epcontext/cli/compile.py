@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,8 +85,7 @@ def command(
     named = name_models(models, output)
     use_flag_names(named, _HEADLINE)
     config = configure(named, provider, settings)
-    config = dataclasses.replace(config, report=report or config.report)
-    run = partial(run_plan, verbose=verbose, name=output.name)
+    run = partial(run_plan, verbose=verbose, name=output.name, report=report)
     compiled = compile_models(config, output, run, overwrite=overwrite)
     if is_package(output):
         show_written(output, compiled.files)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -59,8 +58,7 @@ def command(
     Nothing is written if a model fails, or if DIR has files of another origin.
     """
     config = project_config(project.absolute(), targets)
-    config = dataclasses.replace(config, report=report or config.report)
     name = Project.read(config.root).name
-    run = partial(run_plan, verbose=verbose, name=name)
+    run = partial(run_plan, verbose=verbose, name=name, report=report)
     written = export(config, output, run, loader=True, overwrite=overwrite)
     show_written(output, written.files)
