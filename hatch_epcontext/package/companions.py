@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ from packaging.version import InvalidVersion, Version
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import (
     ConfigError,
+    DownloadError,
     InspectionError,
     Key,
     Kind,
@@ -214,7 +214,7 @@ def published_version(wheel: Path, companion: Companion, published: str) -> str 
     """The published version that has the models of ``wheel``; None if they are new.
 
     ``published``: a folder of wheels, or the URL of an index. Of it the version of ``wheel`` is compared, and
-    the newest. Raises DownloadError, OSError, and ConfigError if that version is there with other models.
+    the newest. Raises OSError, and ConfigError if that version is there with other models, or unreadable.
     """
     own, wheels = Version(companion.version), _published(companion.name, published)
     for version in dict.fromkeys((own, *sorted(wheels, reverse=True)[:1])):
@@ -236,7 +236,11 @@ def _is_same(wheel: Path, companion: Companion, place: str) -> bool:
         earlier = Path(url)
         if "://" in url:
             earlier = folder / wheel.name
-            download(url, earlier, 1 << 34, lambda *_: None)
+            try:
+                download(url, earlier, 1 << 34, lambda *_: None)
+            except DownloadError as error:
+                problem = Problem.at(companion.key, error.kind, f"{error}", error.hint)
+                raise ConfigError(problem) from error
         return _content(earlier, companion) == _content(wheel, companion)
 
 
@@ -271,9 +275,9 @@ def _published(name: str, published: str) -> dict[Version, str]:
         try:
             with urllib.request.urlopen(page, timeout=30) as reply:  # noqa: S310, of the user
                 text = reply.read().decode(errors="replace")
-        except urllib.error.HTTPError as error:
-            if error.code != http.HTTPStatus.NOT_FOUND:
-                raise
+        except OSError as error:
+            if getattr(error, "code", 0) != http.HTTPStatus.NOT_FOUND:
+                raise OSError(f"{page}: {error}") from error
             # Nothing was published.
             text = ""
         found = re.findall(r"""<a\s[^>]*?href=["']([^"']+)["']""", text, re.IGNORECASE)
