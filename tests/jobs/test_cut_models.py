@@ -86,6 +86,20 @@ def test_a_build_without_changes_cuts_nothing(
         run(CUT, only_from_cache)
 
 
+def test_what_a_model_is_made_of_identifies_it(run: Run, project: Path) -> None:
+    whole = CUT.replace(', cut = { inputs = ["c"] }', "")
+    same = whole.replace('"cpu"', '"cpu"\ntargets.cpu.optimization = "none"')
+    first, equal = (run(toml).sources[0].identity for toml in (whole, same))
+    cut = run(CUT).sources[0].identity
+    others = {cut, run(CUT.replace('inputs = ["c"]', 'outputs = ["c"]')).sources[0].identity}
+    others.add(run(whole.replace("batch = 2", "batch = 3")).sources[0].identity)
+    data = project / "models" / "network.data"
+    data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
+    others |= {run(toml).sources[0].identity for toml in (whole, CUT)}
+    assert first == equal
+    assert len({first, *others}) == 6
+
+
 def test_a_damaged_cut_model_is_made_again(run: Run, tmp_path: Path) -> None:
     first = run(CUT)
     (kept,) = (tmp_path / "cache").rglob("cut/*/files/a.onnx")

@@ -12,6 +12,7 @@ from hatch_epcontext.errors import ConfigError
 from hatch_epcontext.package.companions import pinned
 from hatch_epcontext.package.wheel import ProjectMetadata, tag
 from tests.config.examples import assert_one_problem, read
+from tests.language_models import make_folder
 from tests.models import network, save
 from tests.projects import GROUP
 
@@ -96,6 +97,19 @@ def test_models_that_share_weights_are_in_one_wheel(config: Config) -> None:
     together = read(config.root, toml)
     with pytest.raises(ConfigError, match="has other settings for the target npu"):
         pinned(together, ProjectMetadata("my-app", "1.0", None, ()))
+
+
+def test_a_language_model_is_in_one_wheel_with_its_targets(tmp_path: Path) -> None:
+    make_folder(tmp_path / "models" / "llama")
+    toml = """
+    targets.rtx = { provider = "tensorrt-rtx", chip = "rtx-40", companion = "my-app-models" }
+    targets.cpu = { provider = "cpu" }
+    models = [{ path = "models/llama" }]
+    """
+    assert_one_problem(tmp_path, toml, "models[0]", "all its targets have to be in the wheel with")
+    table = 'llama", fallback = { companion = "my-app-models" }'
+    model = read(tmp_path, toml.replace('llama"', table)).models[-1]
+    assert model.modules == {"rtx": "my_app_models", "source": "my_app_models"}
 
 
 @pytest.mark.parametrize("name", ["My-App", "my_app_models", "3d-models", ""])
