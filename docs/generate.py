@@ -268,42 +268,12 @@ Editors and `validate-pyproject` use the JSON schema that `epcontext schema` pri
 
 Hatch's own table switches the hook on, and can be empty: `[tool.hatch.build.hooks.epcontext]`, or for
 wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`.
+
+Most projects need only these keys: of a target `provider`, [`chip`](providers.md#chips),
+[`platforms`](targets.md#the-wheels-tag) and [`min-coverage`](what-compiles.md); of a model `path`, [`dims` and
+`shapes`](shapes.md), [`constants`](shapes.md#inputs-that-never-change), [`targets`](targets.md) and
+[`validate.inputs`](validation.md#your-own-inputs).
 """
-
-_MOST_USED = (
-    (tables.TargetTable, "provider", '"qnn"', "[what compiles](providers.md)"),
-    (tables.TargetTable, "chip", '"snapdragon-x-elite"', "[the chip](providers.md#chips)"),
-    (
-        tables.TargetTable,
-        "platforms",
-        '["win_arm64"]',
-        "[the wheel's tag](targets.md#the-wheels-tag)",
-    ),
-    (tables.TargetTable, "min_coverage", "0.9", "[how much must be compiled](what-compiles.md)"),
-    (tables.ModelTable, "path", '"models/vad.onnx"', "the file"),
-    (tables.ModelTable, "dims", "{ batch = 1 }", "[sizes of dimensions](shapes.md)"),
-    (tables.ModelTable, "shapes", "{ x = [1, 3, 48, 192] }", "[shapes of inputs](shapes.md)"),
-    (
-        tables.ModelTable,
-        "constants",
-        "{ sr = 16000 }",
-        "[frozen inputs](shapes.md#inputs-that-never-change)",
-    ),
-    (tables.ModelTable, "targets", '["x-elite", "cpu"]', "[only these targets](targets.md)"),
-    (
-        tables.ValidateTable,
-        "inputs",
-        '"models/samples.npz"',
-        "[real inputs](validation.md#your-own-inputs)",
-    ),
-)
-"""The ten keys that most projects need: each with its table, an example, and what it is for."""
-
-_OWNERS = {
-    tables.TargetTable: "targets.<name>.",
-    tables.ModelTable: "models.",
-    tables.ValidateTable: "models.validate.",
-}
 
 _ABOUT: Mapping[str, str] = {
     "[tool.epcontext.targets.<name>]": """\
@@ -345,8 +315,7 @@ def configuration() -> str:
         "quantize": tables.QuantizeTable,
         "profiles": tables.ProfileTable,
     }
-    lines = [CONFIGURATION, "The ten keys that most projects need:\n"]
-    lines += [*_table(("key", "such as", "for"), _most_used()), ""]
+    lines = [CONFIGURATION]
     for heading, table in shown.items():
         lines.append(f"## `{heading}`\n")
         if about := _ABOUT.get(heading):
@@ -366,12 +335,6 @@ def configuration() -> str:
     )
     lines += [*_table(("variable", "takes", "meaning"), variables), ""]
     return "\n".join(lines)
-
-
-def _most_used() -> Iterator[tuple[str, ...]]:
-    for table, name, example, purpose in _MOST_USED:
-        assert name in get_type_hints(table)
-        yield f"`{_OWNERS[table]}{toml_key(name)}`", f"`{example}`", purpose
 
 
 def _keys(table: type[Any]) -> Iterator[tuple[str, ...]]:

@@ -161,13 +161,13 @@ def tables_options(command: Command) -> Command:
         multiple=True,
         type=click.Choice(_WRITABLE, case_sensitive=False),
         help="A provider to compile for; repeatable. The default is all that are installed and offer a "
-        "device, or else cpu.",
+        "device.",
     )
     return provider(dry_run(command))
 
 
 @click.command("init")
-@click.argument("models", nargs=-1, type=existing_file)
+@click.argument("models", nargs=-1, type=existing_file, metavar="[MODEL...]")
 @tables_options
 @click.option("--try", "trial", is_flag=True, help="Compile the models, and write what works.")
 @short_flags

@@ -24,10 +24,6 @@ class AnyPlugin(Provider):
     notes = (
         "Its options are unknown, so they are not checked.",
         "[Plugin EPs](targets.md#plugin-eps) shows how to try one.",
-        (
-            "If `library` is a path, your app must register the library with "
-            "`onnxruntime.register_execution_provider_library` before it calls `load`."
-        ),
     )
 
     def number_format(self, device: Device, options: Mapping[str, str]) -> NumberFormat | None:

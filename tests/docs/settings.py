@@ -167,9 +167,9 @@ WRITTEN_OUT = {
     "epcontext companions --published https://pypi.org/simple": (
         "epcontext companions --published dist"
     ),
-    # There need not be a program python.
-    "epcontext record -- python -m digits_app samples/3.png samples/7.png": (
-        f"epcontext record -- {sys.executable} -m digits_app samples/3.png samples/7.png"
+    # The app is not installed.
+    "epcontext record -- digits-app samples/3.png": (
+        f"epcontext record -- {sys.executable} -m digits_app samples/3.png"
     ),
     # All graphs take too long here.
     "epcontext doctor --library build/libmy_ep.so": "epcontext doctor --library onnxruntime_qnn",
