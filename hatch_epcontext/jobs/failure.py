@@ -98,7 +98,8 @@ def _with_own_keys(job: Job, problem: Problem) -> Problem:
 def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
     """The EP's problems with ``attempt``, or those of the last simplifier, if none works."""
     first, *others = attempt.refused.problems if attempt.refused else ()
-    has_sizes = all(model.dims or model.shapes for model in job.models)
+    # Those of a folder of onnxruntime-genai are its own.
+    has_sizes = all((model.dims or model.shapes) and not model.genai for model in job.models)
     if attempt.stopped_in == "compile" and has_sizes and not job.target.settings.static_shapes:
         # Only the user knows whether the model may have fixed sizes.
         cause = (
