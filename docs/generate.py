@@ -270,9 +270,9 @@ Hatch's own table switches the hook on, and can be empty: `[tool.hatch.build.hoo
 wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`.
 
 Most projects need only these keys: of a target `provider`, [`chip`](providers.md#chips),
-[`platforms`](targets.md#the-wheels-tag) and [`min-coverage`](what-compiles.md); of a model `path`, [`dims` and
-`shapes`](shapes.md), [`constants`](shapes.md#inputs-that-never-change), [`targets`](targets.md) and
-[`validate.inputs`](validation.md#your-own-inputs).
+[`platforms`](targets.md#the-wheels-tag) and [`min-coverage`](what-compiles.md); of a model `path`,
+[`dims` and `shapes`](shapes.md), [`constants`](shapes.md#inputs-that-never-change), [`targets`](targets.md)
+and [`validate.inputs`](validation.md#your-own-inputs).
 """
 
 _ABOUT: Mapping[str, str] = {
