@@ -562,7 +562,8 @@ class RootTable:
     )
     fallback: Fallback | FallbackTable = declare(
         "Whether the source model is shipped too: `auto` if no target in the wheel runs on every machine, as "
-        "`cpu` does, `source` always, `none` never; a table ships it in a companion wheel.",
+        '`cpu` does, `source` always, `none` never, `{ companion = "my-app-models-cpu" }` in that wheel: see '
+        "`docs/companions.md`.",
         "auto",
     )
     editable: Editable = declare(

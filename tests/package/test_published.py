@@ -109,6 +109,7 @@ def published(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_companions_with_the_same_models_are_found_in_a_folder_and_an_index(
     tmp_path: Path, published: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
