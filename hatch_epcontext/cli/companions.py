@@ -53,8 +53,10 @@ def command(
         about = project_metadata(root, its.table("project"), by_hatch=its.is_hatchling)
         companions = {companion.name: companion for companion in pinned(config, about)}
         if not companions or not companions.keys() >= {*names}:
-            known = f"the companions {listing(companions)}" if companions else "no companions"
-            raise click.UsageError(f"The project has {known}: see docs/companions.md.")
+            known = f"only {listing(companions)}" if companions else "none"
+            raise click.UsageError(
+                f"Companions of the project: {known}. The key companion names one."
+            )
         for name in names or companions:
             companion = companions[name]
             wheel = build.write_companion(config, about, companion)

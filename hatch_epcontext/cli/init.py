@@ -270,7 +270,7 @@ def _size_notes(root: Path, models: Iterable[NewModel]) -> list[str]:
     limit = (
         f"The models have {show_size(size)}, and package indexes take {show_size(MAX_SIZE)} a file."
     )
-    remedy = "Targets and source models can have wheels of their own: see docs/companions.md."
+    remedy = "Targets and source models can have wheels of their own: see the key companion."
     return [limit, remedy] if size > MAX_SIZE else []
 
 

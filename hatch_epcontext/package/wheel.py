@@ -313,7 +313,7 @@ def check_size(archive: Path) -> str | None:
         return None
     remedy = "let builds download models (url)"
     if archive.suffix == ".whl":
-        remedy = "put targets into companion wheels (companion = ..., see docs/companions.md)"
+        remedy = "put targets into companion wheels (companion)"
     return (
         f"{archive.name} has {show_size(size)}. By default package indexes accept files of up to "
         f"{show_size(MAX_SIZE)}: request a higher limit, or {remedy}."
