@@ -139,11 +139,7 @@ def compile_models(
     <ValidationStatus.RAN: 'ran'>
     """
     output = Path(output)
-    if isinstance(models, Mapping):
-        named = {name: Path(path) for name, path in models.items()}
-    else:
-        several = [models] if isinstance(models, str | os.PathLike) else models
-        named = name_models([Path(path) for path in several], output)
+    named = _by_name(models, output)
     config = configure(named, provider, _settings(settings, provider_options, dims))
 
     def run(planned: Plan, staging: Path) -> Result:
@@ -154,6 +150,15 @@ def compile_models(
             log(printable(text))
 
     return compile_tool.compile_models(config, output, run, overwrite=overwrite)
+
+
+def _by_name(
+    models: StrPath | Sequence[StrPath] | Mapping[str, StrPath], output: Path
+) -> Mapping[str, Path]:
+    if isinstance(models, Mapping):
+        return {name: Path(path) for name, path in models.items()}
+    several = [models] if isinstance(models, str | os.PathLike) else models
+    return name_models([Path(path) for path in several], output)
 
 
 def _settings(

@@ -12,6 +12,7 @@ import onnx
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import (
     Advice,
+    BuildError,
     Diagnosed,
     Key,
     Kind,
@@ -247,11 +248,21 @@ def on_conditions(main: onnx.GraphProto, model: Key | None) -> Advice | None:
     return freeze((by for _, by in decided), f"which branch of the If {which} runs", model)
 
 
-def source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
-    """The problem of a source model for which ONNX Runtime raised ``error``.
+@contextlib.contextmanager
+def running_source(model: Model, fixed: onnx.ModelProto) -> Iterator[None]:
+    """Raise ModelError if ONNX Runtime cannot run the source model; BuildErrors stay as they are.
 
     ``fixed``: the model after its configuration was applied.
     """
+    try:
+        yield
+    except BuildError:
+        raise
+    except Exception as error:
+        raise ModelError(_source_failed(model, fixed, error)) from error
+
+
+def _source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
     message = f"the source model itself cannot be run on the CPU: {error}"
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     if unsized := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:

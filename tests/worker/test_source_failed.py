@@ -8,8 +8,8 @@ import onnxruntime as ort
 import pytest
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.errors import Key, Kind, Problem
-from hatch_epcontext.worker.source import source_failed
+from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.worker.source import running_source
 from tests.conftest import newer_runtime
 from tests.models import parsed
 
@@ -17,10 +17,13 @@ from tests.models import parsed
 def problem(made: onnx.ModelProto, **feeds: object) -> Problem:
     """The problem of running ``made`` on ``feeds``."""
     session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
-    with pytest.raises(Exception, match="Non-zero status code") as raised:
-        session.run(None, {name: np.array(each) for name, each in feeds.items()})
     spec = Model("a", Path("a.onnx"), Key(("models", 0)), dims={"n": 2})
-    return source_failed(spec, made, raised.value)
+    with (
+        pytest.raises(ModelError, match="Non-zero status code") as raised,
+        running_source(spec, made),
+    ):
+        session.run(None, {name: np.array(value) for name, value in feeds.items()})
+    return raised.value.problems[0]
 
 
 def test_the_node_and_what_to_set_are_named() -> None:

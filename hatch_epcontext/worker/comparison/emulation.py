@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
+from numpy.typing import NDArray
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
@@ -22,13 +24,6 @@ from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.rounding import applies, emulate, exposed, hidden_faults, rounded, widen
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.diverging import (
-    WRONG,
-    Inner,
-    largest,
-    named,
-    relative,
-)
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
     Reference,
@@ -68,6 +63,14 @@ _BITS: Mapping[str, int] = {"float16": 10, "bfloat16": 7}
 """The bits after the point of a number between 1 and 2."""
 
 
+_WRONG = 0.1
+"""The relative error of a value from which it is wrong."""
+
+_MATTERS = 0.01
+"""The relative error after a clamped value, or after a number that the format lacks, from which it matters:
+in masks, which only hide values, it does not."""
+
+
 @dataclass(frozen=True)
 class Level:
     """How near ``run`` is to the source's: of its outputs the ``nearest`` to the limits, if any.
@@ -103,6 +106,70 @@ class Level:
     def spare(self) -> float:
         """``margin``, increased for inputs that an app may never have: there only a difference counts."""
         return self.margin if self.run.usual else self.margin + SENSITIVE
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """All values of a step: ``exact``, and in the number format (``rounded``), by the same names.
+
+    ``outputs``: the names of those that are compared.
+    """
+
+    exact: Arrays
+    rounded: Arrays
+    outputs: frozenset[str]
+
+    @property
+    def error(self) -> float:
+        """The largest error of the compared values."""
+        return max((self.errors.get(name, 0.0) for name in self.outputs), default=0.0)
+
+    @cached_property
+    def errors(self) -> Mapping[str, float]:
+        """The relative error of each value."""
+        return {
+            name: _relative(exact, self.rounded[name])
+            for name, exact in self.exact.items()
+            if exact.dtype == np.float32
+            and name in self.rounded
+            and exact.shape == self.rounded[name].shape
+        }
+
+    def behind(self, node: onnx.NodeProto) -> float:
+        """The largest error of the results of ``node``."""
+        return max((self.errors.get(name, 0.0) for name in node.output), default=0.0)
+
+    def largest(self, node: onnx.NodeProto) -> float:
+        """The largest magnitude of its results."""
+        return max((_largest(array) for array in self._results(node)), default=0.0)
+
+    def matters(self, node: onnx.NodeProto, scope: Scope) -> bool:
+        """Whether an error in the values of ``node`` still exists after the next two nodes that read them.
+
+        A Softmax may be the second one, which hides the error of a mask.
+        """
+        changed = (n for n in node.output if n in self.errors)
+        is_changed = any(_differ(self.exact[name], self.rounded[name]) for name in changed)
+        return is_changed and self._lasts(node, scope, 2)
+
+    def _lasts(self, node: onnx.NodeProto, scope: Scope, number: int) -> bool:
+        """Whether an error still exists ``number`` nodes behind ``node``, or at the end of the model."""
+        readers = [
+            scope.nodes[index] for name in node.output for index in scope.readers.get(name, ())
+        ]
+        return (
+            not number
+            or not readers
+            or any(
+                self.behind(reader) > _MATTERS and self._lasts(reader, scope, number - 1)
+                for reader in readers
+            )
+        )
+
+    def _results(self, node: onnx.NodeProto) -> Iterator[Array]:
+        for name in node.output:
+            if name in self.errors:
+                yield self.exact[name]
 
 
 class Emulator:
@@ -160,9 +227,9 @@ class Emulator:
         """A node that the EP computes less exactly than its format, which the emulation cannot show."""
         for node in self._computed:
             if node.op_type in self._format.inexact:
-                return f"{named(node)}, whose kernel is less exact than {self._format.name}"
+                return f"{_named(node)}, whose kernel is less exact than {self._format.name}"
             if fault := next(hidden_faults(self._format, node, self.scope), None):
-                return f"{named(node)}, which {fault.text}"
+                return f"{_named(node)}, which {fault.text}"
         return None
 
     @property
@@ -279,9 +346,9 @@ class Emulator:
     def first_diverging(self, run: ReferenceRun) -> str | None:
         """The first node whose results are wrong for ``run``, and why, in words; None if there is none."""
         inner = self._inner(run)
-        return None if inner is None else self._first_wrong(inner, min(WRONG, inner.error / 2))
+        return None if inner is None else self._first_wrong(inner, min(_WRONG, inner.error / 2))
 
-    def _first_wrong(self, inner: Inner, error: float) -> str | None:
+    def _first_wrong(self, inner: _Inner, error: float) -> str | None:
         """The first node whose values the format clamps, that uses a number which it lacks, or whose results
         have a larger ``error``, in words.
 
@@ -297,7 +364,7 @@ class Emulator:
                 return self._words(node, inner)
         return None
 
-    def _inner(self, run: ReferenceRun) -> Inner | None:
+    def _inner(self, run: ReferenceRun) -> _Inner | None:
         """All values of the first wrong step of ``run``, or of its last step.
 
         None if they are too many, or if the model cannot run with all of them as outputs.
@@ -307,8 +374,8 @@ class Emulator:
         outputs = frozenset((*run.outputs[0], *self._reference.facts.selections.reads))
         steps = (self._values(session, run) for session in (self._exact, self._inexact))
         for exact, inexact in zip(*steps, strict=True):
-            inner = Inner(exact, inexact, outputs)
-            if inner.error > WRONG:
+            inner = _Inner(exact, inexact, outputs)
+            if inner.error > _WRONG:
                 # Errors in later steps come from this one.
                 break
         return inner
@@ -355,7 +422,7 @@ class Emulator:
     def _exceeds(self, run: ReferenceRun) -> bool:
         """Whether values of ``run`` are beyond the format's largest."""
         return self._exact is not None and any(
-            array.dtype == np.float32 and largest(array) > self._format.largest
+            array.dtype == np.float32 and _largest(array) > self._format.largest
             for values in self._values(self._exact, run)
             for array in values.values()
         )
@@ -391,13 +458,13 @@ class Emulator:
         for tensor in self._prepared.graph.initializer:
             if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) == 1:
                 value = onnx.numpy_helper.to_array(tensor).reshape(1)
-                if relative(value, rounded(value, self._format)) > _LOST:
+                if _relative(value, rounded(value, self._format)) > _LOST:
                     lost[tensor.name] = float(value[0])
         return lost
 
-    def _words(self, node: onnx.NodeProto, inner: Inner) -> str:
+    def _words(self, node: onnx.NodeProto, inner: _Inner) -> str:
         """A description of ``node`` and of the fault in its result."""
-        name, format_ = named(node), self._format
+        name, format_ = _named(node), self._format
         if lost := [self._lost[operand] for operand in node.input if operand in self._lost]:
             return f"{name} uses {lost[0]:g}, which {format_.name} does not have"
         largest = inner.largest(node)
@@ -425,3 +492,29 @@ def _open(form: onnx.ModelProto) -> ort.InferenceSession | None:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value < 1e7 else f"{value:.2g}"
+
+
+def _named(node: onnx.NodeProto) -> str:
+    """The operator and the name of ``node``, for messages."""
+    return f"{node.op_type} {node.name or node.output[0]}"
+
+
+def _largest(array: NDArray[Any]) -> float:
+    """The largest magnitude in ``array``; 0 without values."""
+    return float(np.abs(array).max()) if array.size else 0.0
+
+
+def _relative(exact: Array, other: Array) -> float:
+    """The error of ``other`` relative to ``exact``, as root mean squares."""
+    one = np.nan_to_num(np.asarray(exact, np.float64))
+    two = np.nan_to_num(np.asarray(other, np.float64))
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = np.sqrt(((one - two) ** 2).sum() / max((one**2).sum(), 1e-60))
+    # Masks contain the largest float32.
+    return float(error) if np.isfinite(error) else 1.0
+
+
+def _differ(exact: Array, other: Array) -> bool:
+    """Whether any value differs by a tenth."""
+    one, two = np.asarray(exact, np.float64), np.asarray(other, np.float64)
+    return bool((np.abs(one - two) > _WRONG * np.abs(one)).any())

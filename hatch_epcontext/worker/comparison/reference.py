@@ -20,7 +20,6 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
-from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import separate_outputs
@@ -51,7 +50,7 @@ from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import FEW_SAMPLES, GAIN, Agreement, AgreementStatus
 from hatch_epcontext.worker.samples import MANY, SOME, Sample, run_samples
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
-from hatch_epcontext.worker.source import ranges_for, source_failed, typed_graph
+from hatch_epcontext.worker.source import ranges_for, running_source, typed_graph
 from hatch_epcontext.worker.states import state_pairs
 
 _NO_SCORE = 0.05
@@ -95,13 +94,12 @@ def reference(
     samples; if not, a few are enough, unless an output is the same in all of them. Raises ModelError when it
     cannot be run.
     """
-    path = path or Path(model.path)
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     states = state_pairs(fixed, model.validate.states, model.key / "validate" / "states")
     step("opening the source model on the CPU")
-    try:
+    with running_source(model, fixed):
         chosen = selections(fixed)
-        cpu = _SourceSession.open(model, path, states, chosen.values)
+        cpu = _SourceSession.open(model, path or model.path, states, chosen.values)
         typed, opset = graph.inferred(fixed), graph.opset(fixed)
         cost = multiply_adds(typed)
         if folded is None:
@@ -119,14 +117,9 @@ def reference(
         random = cpu.random(runs[0])
         is_fixed = all(tensor.is_fixed for tensor in inputs)
         batch = cpu.batch(runs) if is_fixed and cost < _SLOW else {}
-        is_synthetic = model.validate.inputs in SYNTHETIC
-        runs = _choose(_scoring_first(runs, outputs)) if is_synthetic else _choose_given(runs)
+        runs = _choose(runs, outputs, synthetic=model.validate.inputs in SYNTHETIC)
         longest = max(runs, key=lambda run: len(run.steps))
         left = cpu.left_of(longest) if len(longest.steps) > 1 and not chosen.values else 0.0
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(source_failed(model, fixed, error)) from error
     reasons = dict(_inconclusive(runs, Scope(fixed.graph)))
     facts = Facts(
         states,
@@ -313,11 +306,21 @@ def _is_same(out: Array, ref: Array) -> bool:
     return bool(np.allclose(out, ref, limit, atol, equal_nan=True))
 
 
-def _choose_given(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
-    """``runs``, of which the target runs the first few too; or the sequences of steps."""
-    sequences = [run for run in runs if len(run.steps) > 1]
-    number = 1 if len(sequences) > 1 else FEW_SAMPLES
-    names = {run.name for run in (*runs[:number], *sequences)}
+def _choose(
+    runs: Sequence[ReferenceRun], outputs: Mapping[str, OutputFacts], *, synthetic: bool
+) -> list[ReferenceRun]:
+    """``runs``; the target runs the first few too, and those in which an output shows more.
+
+    Of given ones those are the sequences of steps.
+    """
+    if synthetic:
+        runs = _scoring_first(runs, outputs)
+        on_target = with_telling(runs[:_FEW], runs)
+    else:
+        sequences = [run for run in runs if len(run.steps) > 1]
+        number = 1 if len(sequences) > 1 else FEW_SAMPLES
+        on_target = [*runs[:number], *sequences]
+    names = {run.name for run in on_target}
     return [replace(run, on_target=run.name in names) for run in runs]
 
 
@@ -336,12 +339,6 @@ def _scoring_first(
         single = (run for run in runs if run.usual and len(run.steps) == 1)
         first = max(single, key=score, default=first)
     return [first, *(run for run in runs if run is not first)]
-
-
-def _choose(runs: Sequence[ReferenceRun]) -> list[ReferenceRun]:
-    """``runs``; the target runs the first few too, and those in which an output shows more."""
-    names = {run.name for run in with_telling(runs[:_FEW], runs)}
-    return [replace(run, on_target=run.name in names) for run in runs]
 
 
 def _inconclusive(runs: Sequence[ReferenceRun], scope: Scope) -> Iterator[tuple[str, str]]:
@@ -392,14 +389,9 @@ def source_reference(
         return with_noise(path, expected) if is_quantized(fixed) else expected
     form = onnx.load(floats, load_external_data=False)
     expected = reference(model, form, floats, folded, emulated=emulated)
-    try:
+    with running_source(model, fixed):
         session = open_session(path, cpu_options())
         integers = [*_compared(session, for_other_numbers(expected))]
-    except (BuildError, ModelError):
-        raise
-    except Exception as error:
-        source = onnx.load(path, load_external_data=False)
-        raise ModelError(source_failed(model, source, error)) from error
     equal = Agreement("", 0.0, 1.0)
     nearest = min(
         integers, key=lambda item: math.inf if item.snr is None else item.snr, default=equal
