@@ -52,8 +52,8 @@ def command(
     """Write the model package of a project.
 
     PROJECT is the folder with the pyproject.toml; the default is the current folder. Its models are
-    compiled and validated, and DIR becomes the folder that a wheel would contain: the manifest, the
-    artifacts, the source models for the fallback, and the loader. C, C++ and C# apps can open it.
+    compiled and validated, and DIR becomes the folder that a wheel would contain. C, C++ and C# apps can open
+    it.
 
     Nothing is written if a model fails, or if DIR has files of another origin.
     """

@@ -23,7 +23,7 @@ class Cpu(Provider):
     open_shapes_on = ("cpu",)
     # The same kernels in the same precision: only the order of additions can differ.
     tolerance = Tolerance(snr=50, cosine=0.9999)
-    verified = "Optimized, loaded and run on Linux x86-64."
+    verified = "Optimized, loaded and run."
     hardware = "Verified on x86-64."
     notes = (
         '`optimization = "extended"` or `"all"` adds operators that only the CPU can run.',

@@ -49,7 +49,7 @@ class Cuda(Provider):
     # TF32 has ten bits of mantissa.
     tolerance = Tolerance(snr=30, cosine=0.999)
     needs = "an NVIDIA GPU, CUDA and cuDNN"
-    verified = "Optimized, loaded and run on Linux x86-64. Without a GPU the CPU runs the graph."
+    verified = "Optimized, loaded and run. Without a GPU the CPU runs the graph."
     hardware = "Verified on an NVIDIA H200."
     systems = ("linux", "win32")
     options = _OPTIONS

@@ -17,7 +17,7 @@ class AnyPlugin(Provider):
     distributions = ("onnxruntime", "onnxruntime-gpu")
     devices = ("any", "npu", "gpu", "cpu")
     tolerance = Tolerance(snr=20, cosine=0.99, unit=0.1)
-    verified = "On Linux x86-64 with the libraries of QNN and OpenVINO."
+    verified = "With the libraries of QNN and OpenVINO."
     needs_library = True
     shares_weights = True
     loads_shared = True

@@ -333,9 +333,7 @@ class Qnn(Provider):
     lacks_dtypes = frozenset({"float64", "bfloat16", "int8", "int16", "uint16", "uint64"})
     max_rank = 5
     needs = "an x86-64 processor, or an Arm processor from Qualcomm"
-    verified = (
-        "Compiled, loaded and run on Linux x86-64 with the EP's simulator, for SoC 60 (HTP 73)."
-    )
+    verified = "Compiled, loaded and run with the EP's simulator, for SoC 60 (HTP 73)."
     sources = (
         "onnxruntime.ai",
         "the documentation of onnxruntime-qnn 2.x",

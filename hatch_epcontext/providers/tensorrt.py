@@ -87,7 +87,7 @@ class TensorRT(Provider):
     exclusive_device = True
     tolerance = Tolerance(snr=20, cosine=0.99)
     needs = "an NVIDIA GPU, CUDA and TensorRT"
-    verified = "On Linux x86-64, up to the error that TensorRT and CUDA are missing."
+    verified = "Up to the error that TensorRT and CUDA are missing."
     systems = ("linux", "win32")
     options = _OPTIONS
     reserved = _RESERVED

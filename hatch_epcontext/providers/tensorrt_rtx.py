@@ -104,8 +104,8 @@ class TensorRTRTX(Provider):
     tolerance = Tolerance(snr=20, cosine=0.99)
     needs = "an NVIDIA RTX GPU of compute capability 8.6, 8.9, or 12.0 and newer"
     verified = (
-        "On Linux x86-64 without an RTX GPU: on an H100 that was reported to it as one, the EP read "
-        "every context, up to the loading of GPU code."
+        "Compiled. On an H100 that was reported to it as an RTX GPU, the EP read every context, up to the "
+        "loading of GPU code."
     )
     requirements = ("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5",)
     conflicts = (
