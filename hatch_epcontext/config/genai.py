@@ -41,12 +41,14 @@ class GenaiConfig:
     ``content``: all that it says of the model.
     ``files``: the model by its name in the folder, or those of the stages of its pipeline by stage.
     ``cached``: the stages that have a cache, which are those worth compiling; none without a pipeline.
+    ``providers``: the options of EPs, by genai's names.
     ``past``: the names of the inputs with the cache, of the shape batch x ``heads`` x tokens x ``head_size``.
     """
 
     content: Mapping[str, Any]
     files: Mapping[str, str]
     cached: tuple[str, ...]
+    providers: Mapping[str, Mapping[str, str]]
     inputs: Mapping[str, str]
     past: tuple[str, ...]
     context_length: int
@@ -92,9 +94,12 @@ def read_folder(
         return folder / "model.onnx", table, None
     changed = yield from _changed(key, table, config, targets)
     beside = _files(folder)
-    for name, message, hint in _faults(table, folder, config, changed, beside):
+    faults = [*_faults(table, folder, config, changed, beside)]
+    for name, message, hint in faults:
         text = f"{GENAI_CONFIG} {message}" if name == "path" else message
         yield Problem.at(key / name, Kind.INVALID_FOLDER, text, hint)
+    if faults:
+        return folder / "model.onnx", table, None
     main, *_ = config.files.values()
     others = tuple(name for name in beside if name != main)
     genai = Genai(others, table.context_length, table.chunk)
@@ -214,6 +219,8 @@ def read_config(folder: Path) -> GenaiConfig:
         files = {name: _value(stage, "filename", str) for name, stage in stages.items()}
     else:
         files = {"": _value(content, "model.decoder.filename", str)}
+    providers = _value(decoder, "session_options.provider_options", list, [])
+    inputs = _value(decoder, "inputs", dict).items()
     names = [_value(decoder, f"inputs.past_{kind}_names", str) for kind in ("key", "value")]
     layers = range(_value(decoder, "num_hidden_layers", int))
     past = tuple(name.replace("%d", str(layer)) for layer in layers for name in names)
@@ -221,7 +228,8 @@ def read_config(folder: Path) -> GenaiConfig:
         content["model"],
         files,
         tuple(name for name, stage in stages.items() if {*past} & {*stage.get("inputs", ())}),
-        {"input_ids": "input_ids", **_value(decoder, "inputs", dict)},
+        {name: dict(options) for entry in providers for name, options in entry.items()},
+        {"input_ids": "input_ids", **{n: text for n, text in inputs if isinstance(text, str)}},
         past,
         _value(content, "model.context_length", int),
         _value(decoder, "num_key_value_heads", int),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hatch_epcontext.config.settings import GENAI_CONFIG, Model
+from hatch_epcontext.config.genai import read_config
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.jobs.artifact import Built, Result, Source
 from hatch_epcontext.shipped import SOURCE
 
@@ -56,12 +56,10 @@ def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str
     prefix = f"{model.configured_name}."
     assert model.genai is not None, "only a language model has an overlay"
     folder = sources[model.configured_name].model.path.parent
-    config = json.loads((folder / GENAI_CONFIG).read_bytes())["model"]
-    name, options = target.provider.genai_name, dict[str, str]()
-    for entry in config["decoder"].get("session_options", {}).get("provider_options", []):
-        options |= entry.get(name, {})
+    config, name = read_config(folder), target.provider.genai_name
     # The module for apps knows the folders of the others.
-    options |= {key: value for key, value in target.load_options.items() if "{" not in value}
+    own = {key: value for key, value in target.load_options.items() if "{" not in value}
+    options = {**config.providers.get(name, {}), **own}
     shared = {"ep.share_ep_contexts": "1"} if job.group is not None else {}
     session = {
         **target.settings.session_options,
@@ -70,7 +68,7 @@ def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str
         "provider_options": [{name: options}],
     }
     result, decoder = _limits(model), dict[str, Any]()
-    pipeline = config["decoder"].get("pipeline", ())
+    pipeline = config.content["decoder"].get("pipeline") or ()
     named = {name: dict(stage) for entry in pipeline for name, stage in entry.items()}
     if model.genai.stage and not named:
         result["model"]["type"] = "decoder-pipeline"
@@ -78,7 +76,7 @@ def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str
         facts = sources[model.name].facts
         past, total = (value.name for value in facts.inputs if value.dtype == "int32")
         decoder["inputs"] = {"past_sequence_length": past, "total_sequence_length": total}
-        window = {"window_size": model.genai.chunk, "pad_value": config["pad_token_id"]}
+        window = {"window_size": model.genai.chunk, "pad_value": config.content["pad_token_id"]}
         decoder["sliding_window"] = {**window, **_WINDOW}
         tensors = {kind: [v.name for v in getattr(facts, kind)] for kind in ("inputs", "outputs")}
         first, *_, last = *stages, *stages

@@ -67,6 +67,9 @@ def test_an_ep_with_profiles_gets_that_of_onnxruntime_genai(project: Path, folde
     [
         ({"filename": "../llama/model.onnx"}, 'names the file "../llama/model.onnx", which is not'),
         ({"filename": "other.onnx"}, 'names the file "other.onnx", which is missing'),
+        ({"filename": ""}, 'names the file "", which is not in the folder'),
+        ({"inputs": {"input_ids": []}}, "inputs.past_key_names must be of the type str"),
+        ({"session_options": {"provider_options": ["qnn"]}}, "cannot be read"),
         ({"filename": None}, "model.decoder.filename must be of the type str"),
         ({"head_size": "16"}, 'head_size must be of the type int, not "16"'),
         (
