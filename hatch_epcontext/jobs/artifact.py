@@ -192,10 +192,7 @@ class Source:
 
     @property
     def identity(self) -> str:
-        """The hex sha256 of what its artifacts compute: of its content and its sizes.
-
-        Of a model that the build has written, what it was made of counts: releases of onnx write other bytes.
-        """
+        """The hex sha256 of its content and sizes, whatever bytes a release of onnx writes for a cut."""
         model = self.model
         return value_sha256([model.content or self.sha256, model.dims, model.shapes])
 

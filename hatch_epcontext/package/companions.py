@@ -106,8 +106,9 @@ def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
         own, marker = named.get(name, []), _marker(config.of_wheel(name))
         extras = [e for r in own for e in re.findall(r'extra == "([^"]+)"', str(r.marker))]
         pins = {re.fullmatch(r"==([^*,]+)", str(r.specifier)) and str(r.specifier) for r in own}
-        version = re.search(r"\d[^,*]*(?=,|$)", " ".join(str(r.specifier) for r in own))
-        text = f"{name}=={version[0] if version else 1}" + (f"; {marker}" if marker else "")
+        numbers = [n for r in own for n in re.findall(r"\d[^,*]*(?=,|$)", str(r.specifier))]
+        version = numbers[0] if numbers else "1"
+        text = f"{name}=={version}" + (f"; {marker}" if marker else "")
         extra = extras[0] if extras else re.sub(f"^{re.escape(app)}-(models-)?", "", name)
         line = f"Write in [project.optional-dependencies]: {extra} = {to_toml([text])}"
         message = ""
@@ -126,9 +127,7 @@ def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
             problems.append(Problem.at(key, Kind.INVALID_COMPANION, f"{name} {message}", line))
         else:
             install = f"{project.name}[{extras[0]}]" if extras else project.name
-            (pin,) = own[0].specifier
-            module = name.replace("-", "_")
-            companions.append(Companion(name, module, pin.version, install, key))
+            companions.append(Companion(name, name.replace("-", "_"), version, install, key))
     if problems:
         raise ConfigError(*problems)
     return companions
@@ -245,10 +244,7 @@ def _is_same(wheel: Path, companion: Companion, place: str) -> bool:
 
 
 def _content(wheel: Path, companion: Companion) -> str | None:
-    """What identifies the models in a wheel of ``companion``, and how apps open them.
-
-    None for a wheel that cannot be read, such as one of another version of this package.
-    """
+    """What identifies the models in a wheel, and how apps open them; None if it cannot be read."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             package = read(archive.read(f"{companion.module}/{FILE}"), wheel.name)

@@ -398,10 +398,8 @@ def _read(folder: Path) -> ModelPackage:
         raise InspectionError(Problem(Kind.INVALID_PATH, str(folder), message, hint))
     if not any(component.variants for component in package.components.values()):
         names = listing(package.about.companions)
-        advice = f"Validate the folders of its companions: {names}." if names else None
-        raise InspectionError(
-            Problem(Kind.INVALID_PACKAGE, str(folder), "has no variants.", advice)
-        )
+        message = f"has no variants{f': its companions have ({names})' if names else ''}."
+        raise InspectionError(Problem(Kind.INVALID_PACKAGE, str(folder), message))
     return package
 
 

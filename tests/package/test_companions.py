@@ -69,7 +69,7 @@ def test_the_pins_say_versions_and_what_installs_them(config: Config) -> None:
         (
             [f"my-app-models-npu=={n}; {WINDOWS} and extra == 'x{n}'" for n in (3, 4)],
             "to one version",
-            "x3 = [",
+            'x3 = ["my-app-models-npu==3; ',
         ),
         (["my-app-models-npu==3; extra == 'x'"], "without a marker", f"npu==3; {WINDOWS}"),
     ],
