@@ -42,19 +42,19 @@ class Rewritten(NamedTuple):
 def apply(
     model: onnx.ModelProto,
     rewrites: Iterable[Rewrite],
-    refused: frozenset[str],
+    refused: frozenset[str] | None,
     types: Types,
     limit: int | None = None,
 ) -> Rewritten:
     """Replace nodes of ``refused`` operators in ``model``, in place, by one of ``rewrites`` after the other.
 
-    ``types``: the known types of its values. Raises TooManyNodesError if the graph would get more than
-    ``limit`` nodes.
+    Without ``refused`` those of all operators. ``types``: the known types of its values. Raises
+    TooManyNodesError if the graph would get more than ``limit`` nodes.
     """
     names: list[str] = []
     declined: list[Declined] = []
     for rewrite in rewrites:
-        operators = rewrite.operators & refused
+        operators = rewrite.operators if refused is None else rewrite.operators & refused
         if not any(graph.operator(node) in operators for node in graph.nodes(model.graph)):
             continue
         builder = Builder(model, limit)

@@ -7,7 +7,7 @@ add nodes, whose cost on NPUs is not measured: they are for models that, as a ru
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import onnx
@@ -15,8 +15,8 @@ import onnx
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Rule
 from hatch_epcontext.graph.number_format import FUSING, RewriteName
-from hatch_epcontext.graph.rewriting import Rewrite, apply
-from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.graph.rewriting import Rewrite
+from hatch_epcontext.graph.scope import Scope
 
 _BROADCASTING = 8
 """The opset from which Max and Min accept a number beside a tensor."""
@@ -230,28 +230,14 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
 """Those of `ALWAYS`, and then of `CORRECTIONS`, in the order in which they are applied."""
 
 
-def applicable(main: onnx.GraphProto) -> tuple[RewriteName, ...]:
-    """Those of `PRECISE` for whose operators ``main`` has nodes: it has no form that others change."""
-    operators = {graph.operator(node) for node in graph.nodes(main)}
+def applicable(model: onnx.ModelProto) -> tuple[RewriteName, ...]:
+    """Those of `PRECISE` for whose operators ``model`` has nodes: it has no form that others change."""
+    if graph.opset(model) < _BROADCASTING:
+        return ()
+    operators = {graph.operator(node) for node in graph.nodes(model.graph)}
     if "ReduceSum" not in operators:
         # No sum is divided.
         operators -= PRECISE["mean"].operators
     return tuple(
         name for name, rewrite in PRECISE.items() if not operators.isdisjoint(rewrite.operators)
-    )
-
-
-def correct(
-    model: onnx.ModelProto, types: Types, names: Collection[RewriteName]
-) -> tuple[RewriteName, ...]:
-    """Apply those of `PRECISE` that ``names`` has, to ``model``, in place, one after the other.
-
-    ``types``: the known types of its values. Returns the names of those that changed something.
-    """
-    if graph.opset(model) < _BROADCASTING:
-        return ()
-    return tuple(
-        name
-        for name, rewrite in PRECISE.items()
-        if name in names and apply(model, [rewrite], rewrite.operators, types).names
     )

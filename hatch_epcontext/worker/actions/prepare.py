@@ -99,7 +99,7 @@ def handle(request: PrepareRequest) -> Prepared:
         if expected
         else ranges_for(folded, [*map(graph.facts, graph.inputs(onnx_model.graph))], model),
         reference=outputs_path,
-        applicable=applicable(prepared.graph),
+        applicable=applicable(prepared),
     )
 
 

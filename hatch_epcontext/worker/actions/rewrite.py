@@ -17,9 +17,8 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import TooManyNodesError
 from hatch_epcontext.graph.external import put_data
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
-from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, correct
+from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
 from hatch_epcontext.graph.rewriting import Rewrite, apply
 from hatch_epcontext.graph.scope import Types
 from hatch_epcontext.providers import Tolerance
@@ -91,36 +90,34 @@ def _dropped(name: str, error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _RewriteSession:
-    """``refused``: the operators to rewrite. ``expected``: the source's results, if they are compared.
+    """``refused``: the operators to rewrite, None for all. ``expected``: the source's results, if they are
+    compared.
 
     ``types``: of the prepared model's values.
     """
 
     request: RewriteRequest
-    refused: frozenset[str]
+    refused: frozenset[str] | None
     expected: Reference | None
     types: Types
 
     @staticmethod
     def begin(request: RewriteRequest) -> _RewriteSession:
         model = onnx.load(request.before.path, load_external_data=False)
-        refused = request.refused
-        if refused is None:
-            refused = tuple(map(graph.operator, graph.nodes(model.graph)))
+        refused = None
+        if not request.corrections:
+            operators = map(graph.operator, graph.nodes(model.graph))
+            refused = frozenset(operators if request.refused is None else request.refused)
         reference = request.before.reference
         expected = None if reference is None else read_reference(reference)
         types = value_types(model, Path(request.before.path))
-        return _RewriteSession(request, frozenset(refused), expected, types)
+        return _RewriteSession(request, refused, expected, types)
 
     def candidates(self) -> tuple[Rewrite, ...]:
         """The rewrites that may change the model."""
-        if not self.request.corrections:
-            return REWRITES if self.request.unroll_limit is None else UNROLLS
-        model = onnx.load(self.request.before.path, load_external_data=False)
-        names = correct(model, self.types, self.request.corrections)
-        if not set(self.request.corrections).issubset(ALWAYS) and set(names).issubset(ALWAYS):
-            return ()
-        return tuple(PRECISE[name] for name in names)
+        if corrections := self.request.corrections:
+            return tuple(rewrite for name, rewrite in PRECISE.items() if name in corrections)
+        return REWRITES if self.request.unroll_limit is None else UNROLLS
 
     def rewrite(self, rewrites: tuple[Rewrite, ...]) -> Prepared:
         """The model after ``rewrites``; raises an exception if it cannot be run, or its results changed."""
@@ -137,13 +134,13 @@ class _RewriteSession:
         if session is None:
             return replace(before, changed=False, declined=declined, tried=())
         self.compare(session, path)
-        main = onnx.load(path, load_external_data=False).graph
+        rewritten = onnx.load(path, load_external_data=False)
         return replace(
             before,
             path=str(path),
-            nodes=len(graph.compute_nodes(main)),
-            control_flow=graph.control_flow(main),
-            applicable=applicable(main),
+            nodes=len(graph.compute_nodes(rewritten.graph)),
+            control_flow=graph.control_flow(rewritten.graph),
+            applicable=applicable(rewritten),
             rewrites=(*before.rewrites, *names),
             declined=declined,
             tried=(),

@@ -12,7 +12,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
-from hatch_epcontext.graph.rewrites.precise import PRECISE, correct
+from hatch_epcontext.graph.rewrites.precise import PRECISE
 from hatch_epcontext.graph.rewriting import apply
 from hatch_epcontext.worker.ort_values import value_types
 from tests.graph.rewrites.equal import check_equal, session
@@ -223,7 +223,7 @@ def changed(before: onnx.ModelProto, kind: str, name: str) -> onnx.ModelProto:
     elif kind == "unroll":
         done = apply(after, UNROLLS, frozenset({name}), types, 1000).names
     else:
-        done = correct(after, types, [name])  # type: ignore[list-item]
+        done = apply(after, [PRECISE[name]], None, types).names  # type: ignore[index]
     assert done, f"nothing was done in opset {graph.opset(before)}"
     onnx.checker.check_model(after, full_check=True)
     return after

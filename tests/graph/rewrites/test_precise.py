@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, RewriteName
-from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable, correct
+from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
+from hatch_epcontext.graph.rewriting import apply
 from tests.conftest import needs_qnn
 from tests.graph.rewrites.equal import operators
 from tests.models import parsed
@@ -74,8 +75,8 @@ def mended(
     ``least``: the decibels that each sample has at least. ``before``: rewrites that came before it.
     """
     after = onnx.ModelProto.FromString(model.SerializeToString())
-    assert (*before, name)[0] in applicable(model.graph)
-    assert correct(after, {}, (*before, name)) == (*before, name)
+    assert (*before, name)[0] in applicable(model)
+    assert correct(after, (*before, name)) == (*before, name)
     onnx.checker.check_model(after, full_check=True)
     for wanted, found in zip(run(model), run(after), strict=True):
         assert found.shape == wanted.shape
@@ -84,9 +85,13 @@ def mended(
     return operators(after)
 
 
+def correct(model: onnx.ModelProto, names: Sequence[RewriteName]) -> tuple[str, ...]:
+    return apply(model, [PRECISE[name] for name in names], None, {}).names
+
+
 def untouched(model: onnx.ModelProto, name: RewriteName) -> bool:
     after = onnx.ModelProto.FromString(model.SerializeToString())
-    return correct(after, {}, [name]) == () and after == model
+    return correct(after, [name]) == () and after == model
 
 
 def of(
@@ -294,7 +299,7 @@ def test_nodes_inside_others_are_mended() -> None:
             else_branch = other () => (float[3, 8] b) { b = Add(x, total) }
         >
     }""")
-    assert correct(model, {}, ["square"]) == ("square",)
+    assert correct(model, ["square"]) == ("square",)
     assert operators(model) == ["ReduceMean", "If", "Mul", "Add"]
 
 
@@ -349,7 +354,7 @@ def test_what_an_npu_computes_wrong_is_right_then(
     feeds = {"x": given.astype(np.float16).astype(np.float32)}
     (wanted,) = ort.InferenceSession(model.SerializeToString()).run(None, feeds)
     before = on_the_npu(model, feeds)
-    assert correct(model, {}, [name]) == (name,)
+    assert correct(model, [name]) == (name,)
     after = on_the_npu(model, feeds)
     error, left = (
         np.abs(each - wanted) / np.maximum(np.abs(wanted), 1e-4) for each in (before, after)
