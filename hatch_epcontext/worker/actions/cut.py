@@ -44,16 +44,19 @@ def handle(request: CutRequest) -> CutReply:
 def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
     """Keep only the part of ``onnx_model`` that ``model`` names, in place."""
     key = model.key / "cut"
-    lengths = _lengths(onnx_model.graph, model) if model.cut.lengths else {}
+    nodes = onnx_model.graph.node if model.cut.lengths else ()
+    attention = [node for node in nodes if node.op_type == "GroupQueryAttention"]
+    lengths = _lengths(attention, model) if model.cut.lengths else {}
     cut = replace(model.cut, inputs=(*model.cut.inputs, *lengths))
     part = part_between(onnx_model.graph, cut, model.constants, key)
     names = (*part.inputs, *part.outputs)
     values = _values(onnx_model, model.path, [name for name in names if name not in lengths])
     values |= lengths
-    for node in filter(_is_attention, onnx_model.graph.node if lengths else ()):
+    for node in attention:
         # The cache has the same slots before and after.
-        for past, present in zip(node.input[3:5], node.output[1:3], strict=True):
-            values[present] = onnx.ValueInfoProto(name=present, type=values[past].type)
+        for past, present in zip(node.input[3:5], node.output[1:3], strict=False):
+            if past in values:
+                values[present] = onnx.ValueInfoProto(name=present, type=values[past].type)
     if unknown := [name for name in names if not _is_typed(values.get(name))]:
         message = f"the type of {unknown[0]!r} is not known before the model runs."
         hint = "Cut at another tensor, or save the model with the types of all its tensors."
@@ -61,23 +64,16 @@ def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
     extract(onnx_model, part, values)
 
 
-def _lengths(main: onnx.GraphProto, model: Model) -> dict[str, onnx.ValueInfoProto]:
+def _lengths(attention: Iterable[onnx.NodeProto], model: Model) -> dict[str, onnx.ValueInfoProto]:
     """The tensors with the lengths of the cache, before the last token and in all, as genai feeds them."""
-    names = {tuple(node.input[5:7]) for node in filter(_is_attention, main.node)}
-    if len(names) != 1:
+    names = {tuple(node.input[5:7]) for node in attention}
+    if [*map(len, names)] != [2]:
         message = f"{model.path.name} has no GroupQueryAttention, or its lengths differ by layer."
         hint = "Build the folder with onnxruntime-genai's model builder, with -e cpu for example."
         raise ModelError(Problem.at(model.key / "path", Kind.INVALID_FOLDER, message, hint))
-    shapes = ([1, 1], [1])
-    int32 = onnx.TensorProto.INT32
-    return {
-        name: onnx.helper.make_tensor_value_info(name, int32, shape)
-        for name, shape in zip(names.pop(), shapes, strict=True)
-    }
-
-
-def _is_attention(node: onnx.NodeProto) -> bool:
-    return node.op_type == "GroupQueryAttention"
+    past, total = names.pop()
+    shapes, int32 = {past: [1, 1], total: [1]}, onnx.TensorProto.INT32
+    return {n: onnx.helper.make_tensor_value_info(n, int32, s) for n, s in shapes.items()}
 
 
 def _values(
