@@ -117,7 +117,7 @@ def _hidden_by(builder_config: Any, path: str, *, private: bool) -> str | None:
     for source, patterns in sources.items():
         if _matches(patterns, path):
             pattern = next(one for one in reversed(patterns) if _matches([one], path))
-            return f"{source} has {to_toml(pattern)}"
+            return f"{source} has {to_toml(pattern.strip())}"
     return None
 
 

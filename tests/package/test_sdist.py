@@ -129,7 +129,7 @@ models = [{ path = "models/a.onnx", validate = { inputs = "inputs" } }]
 """
     configure(root, toml=toml)
     assert "inputs/first/0.npz" in make(root)
-    ignore(root, "/inputs")
+    ignore(root, "/inputs\n")
     (root / "dist" / "my_app-1.0.tar.gz").unlink()
     text = failure(root, capsys)
     assert "models[0].validate.inputs (models/a.onnx): EPC509" in text
