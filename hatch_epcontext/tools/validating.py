@@ -41,7 +41,7 @@ from hatch_epcontext.package.folder import damaged_files
 from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, Variant
 from hatch_epcontext.providers import PROVIDERS, Provider, Tolerance, find
 from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
-from hatch_epcontext.text import show, suggestion
+from hatch_epcontext.text import listing, show, suggestion
 from hatch_epcontext.tools.configure import configure, name_models, nested
 from hatch_epcontext.tools.inspecting import inspect, inspect_model, verify_model
 from hatch_epcontext.worker.requests import InspectReply, PrepareRequest, ValidateRequest
