@@ -42,7 +42,6 @@ from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import (
     Context,
-    Precision,
     Preparation,
     Validation,
     ValidationStatus,
@@ -273,14 +272,16 @@ class Steps:
         folder, settings = self.folder / str(next(self._numbers)), job.target.settings
         source = self._sources.get(_form(job, model))
         tolerance = model.tolerance_for(job.target) if settings.changes_precision else None
-        calibration = job.target.calibration
         request = PrepareRequest(
             model,
             recipe.simplifier,
             str(folder),
             model.is_compared,
             source.reference if source else None,
-            precision=Precision(settings.dequantize, settings.quantize, calibration, tolerance),
+            dequantize=settings.dequantize,
+            quantize=settings.quantize,
+            calibration=job.target.calibration,
+            tolerance=tolerance,
             fuse=recipe.fuse,
             emulated=_is_emulated(job.target),
         )

@@ -45,7 +45,7 @@ from hatch_epcontext.text import listing, show, suggestion
 from hatch_epcontext.tools.configure import configure, name_models, nested
 from hatch_epcontext.tools.inspecting import inspect, inspect_model, verify_model
 from hatch_epcontext.worker.requests import InspectReply, PrepareRequest, ValidateRequest
-from hatch_epcontext.worker.results import Context, Precision, Validation, ValidationStatus
+from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
 
 _REQUIRED = {"validate.mode": "require"}
 """The mode of a validation that a user asks for: what cannot be run is an error."""
@@ -298,10 +298,10 @@ def _run_moved(
             return alone.status is not ValidationStatus.STRUCTURE
 
         if compare and (not provider.by_library or is_run()):
-            own = tolerance if target.settings.changes_precision else None
             prepare = PrepareRequest(
                 *(to_run, "none", str(staging / "source"), tolerance is not None),
-                precision=Precision(target.settings.dequantize, tolerance=own),
+                dequantize=target.settings.dequantize,
+                tolerance=tolerance if target.settings.changes_precision else None,
                 emulated=False,
             )
             # Which makes both folders.

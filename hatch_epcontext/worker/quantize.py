@@ -13,13 +13,12 @@ import onnx
 from onnxruntime import quantization
 from onnxruntime.quantization.execution_providers import qnn
 
-from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.inputs import read_samples
 from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.results import Precision
+from hatch_epcontext.worker.requests import PrepareRequest
 
 _TYPES = {
     "uint8": quantization.QuantType.QUInt8,
@@ -32,23 +31,22 @@ _QUANTIZED = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "DynamicQuant
 """Operators that only a quantized model has."""
 
 
-def write_quantized(source: Path, result: Path, model: Model, precision: Precision) -> str:
-    """Write the model at ``source``, quantized for the calibration data of ``precision``, to ``result``.
+def write_quantized(source: Path, result: Path, request: PrepareRequest) -> str:
+    """Write the model at ``source``, quantized for the calibration data of ``request``, to ``result``.
 
     Returns a description. Raises ModelError when the data does not fit the model, or the model cannot be
     quantized.
     """
     step("quantizing the model")
-    activation = precision.quantize
+    activation, key = request.quantize, request.model.key / "quantize"
     assert activation is not None, "only then it is called"
-    key = model.key / "quantize"
     onnx_model = onnx.load(source, load_external_data=False)
     if any(node.op_type in _QUANTIZED for node in graph.nodes(onnx_model.graph)):
         message = "the model is quantized already."
         hint = "Remove quantize: static quantization is compiled as it is; dequantize undoes a dynamic one."
         raise ModelError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
     inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
-    named_samples = read_samples(Path(precision.calibration), inputs, key / "inputs")
+    named_samples = read_samples(Path(request.calibration), inputs, key / "inputs")
     data = _CalibrationReader(sample for _, sample in named_samples)
     fused = result.with_name("fused.onnx")
     try:

@@ -10,6 +10,7 @@ from dataclasses import field
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.config.tables import Dequantize, QuantizedType
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Range, TensorFacts
@@ -19,7 +20,6 @@ from hatch_epcontext.worker.results import (
     Answer,
     Context,
     ModelFacts,
-    Precision,
     Preparation,
     Simplifier,
     Validation,
@@ -96,9 +96,10 @@ class PrepareRequest(WorkerRequest[Prepared], action="prepare", fills="folder"):
     """Fix and simplify a model into ``folder``, which exists and is empty.
 
     With ``compare`` the result is compared with the source on the CPU, whose outputs are in the file
-    ``reference``, if an earlier `Prepared` has one. ``precision``: how its numbers are changed.
-    Without ``fuse`` nothing is folded into the weights of convolutions. ``emulated``: whether a validation
-    emulates a number format on the samples of the reference, for which it has more of them.
+    ``reference``, if an earlier `Prepared` has one. ``dequantize`` and ``quantize``, with the data in the
+    file ``calibration``: as in `CompileSettings`; then the result may differ by ``tolerance``. Without
+    ``fuse`` nothing is folded into the weights of convolutions. ``emulated``: whether a validation emulates a
+    number format on the samples of the reference, for which it has more of them.
     """
 
     model: Model
@@ -106,7 +107,10 @@ class PrepareRequest(WorkerRequest[Prepared], action="prepare", fills="folder"):
     folder: str
     compare: bool
     reference: str | None = None
-    precision: Precision = Precision()
+    dequantize: Dequantize | None = None
+    quantize: QuantizedType | None = None
+    calibration: str = ""
+    tolerance: Tolerance | None = None
     fuse: bool = True
     emulated: bool = True
 

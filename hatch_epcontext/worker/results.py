@@ -11,11 +11,9 @@ from dataclasses import field, replace
 from enum import Enum
 from typing import Literal
 
-from hatch_epcontext.config.tables import Dequantize, QuantizedType
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Declined, NodeFacts, TensorFacts
-from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import aligned, count
 
 Simplifier = Literal["onnxruntime", "onnxslim", "none"]
@@ -45,19 +43,6 @@ class ModelFacts:
     license: str | None = None
     dynamic: bool = False
     own_outputs: tuple[TensorFacts, ...] = ()
-
-
-@dataclass(frozen=True)
-class Precision:
-    """How the numbers of a model are changed: see `CompileSettings`. ``calibration`` is a path.
-
-    ``tolerance``: how far the changed model may differ from its reference; None for the usual limits.
-    """
-
-    dequantize: Dequantize | None = None
-    quantize: QuantizedType | None = None
-    calibration: str = ""
-    tolerance: Tolerance | None = None
 
 
 @dataclass(frozen=True)

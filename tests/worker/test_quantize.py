@@ -12,7 +12,6 @@ from hatch_epcontext.errors import BuildError, Kind, ModelError
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.actions.prepare import handle
 from hatch_epcontext.worker.requests import Prepared, PrepareRequest
-from hatch_epcontext.worker.results import Precision
 from tests.models import network, save
 from tests.worker.actions.test_compile import MODEL
 
@@ -23,10 +22,18 @@ def quantized(
     folder.mkdir(exist_ok=True)
     np.savez(folder / "samples.npz", x=samples)
     spec = Model("a", save(made, folder / "a.onnx"), MODEL)
-    precision = Precision(False, "uint16", str(folder / "samples.npz"), Tolerance(snr, 0.98))
     out = folder / "out"
     out.mkdir()
-    return handle(PrepareRequest(spec, "onnxruntime", str(out), True, precision=precision))
+    request = PrepareRequest(
+        spec,
+        "onnxruntime",
+        str(out),
+        True,
+        quantize="uint16",
+        calibration=str(folder / "samples.npz"),
+        tolerance=Tolerance(snr, 0.98),
+    )
+    return handle(request)
 
 
 def test_a_model_of_floats_is_quantized_and_compared(tmp_path: Path) -> None:
@@ -53,9 +60,14 @@ def test_dynamic_quantization_is_undone_and_compared(tmp_path: Path) -> None:
     path = tmp_path / "a.onnx"
     quantize_dynamic(tmp_path / "floats.onnx", path, op_types_to_quantize=["MatMul"])
     (tmp_path / "out").mkdir()
-    precision = Precision(True, None, "", Tolerance(15, 0.98))
-    spec = Model("a", path, MODEL)
-    request = PrepareRequest(spec, "onnxruntime", str(tmp_path / "out"), True, precision=precision)
+    request = PrepareRequest(
+        Model("a", path, MODEL),
+        "onnxruntime",
+        str(tmp_path / "out"),
+        True,
+        dequantize=True,
+        tolerance=Tolerance(15, 0.98),
+    )
     reply = handle(request)
     assert reply.precision == "dequantized (2 operators)"
     operators = {node.op_type for node in onnx.load(reply.path).graph.node}

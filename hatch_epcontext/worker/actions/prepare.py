@@ -77,13 +77,12 @@ def handle(request: PrepareRequest) -> Prepared:
     expected = _reference(request, onnx_model, integers, form, folded)
     outputs_path = write_reference(expected, folder / "reference.bin") if expected else None
     precision = f"dequantized ({count(undone, 'operator')})" if undone else None
-    how = request.precision
-    if how.quantize is not None:
+    if request.quantize is not None:
         # Imported here: few builds need it, and importing it takes long.
         from hatch_epcontext.worker.quantize import write_quantized
 
         quantized = own / f"{model.name}.quantized.onnx"
-        done = precision = write_quantized(result, quantized, model, how)
+        done = precision = write_quantized(result, quantized, request)
         result, simplified = quantized, None
     if expected is not None and (simplified is not None or done is not None):
         _compare(simplified, result, expected, request, done)
@@ -108,12 +107,12 @@ def _dequantize(integers: Path, own: Path, request: PrepareRequest) -> tuple[Pat
     were undone; each is the file before it if nothing is to be undone.
     """
     form = static = integers
-    undone, how = 0, request.precision
-    if how.dequantize:
+    undone = 0
+    if request.dequantize:
         floats = own / f"{request.model.name}.floats.onnx"
         if undone := write_float_form(integers, floats):
             form = static = floats
-    if how.dequantize == "all":
+    if request.dequantize == "all":
         floats = own / f"{request.model.name}.without-qdq.onnx"
         if more := write_float_form(form, floats, static=True):
             static, undone = floats, undone + more
@@ -133,7 +132,7 @@ def _compare(
     """
     model, tolerance = request.model, SIMPLIFIED
     if done is not None:
-        tolerance = request.precision.tolerance or tolerance
+        tolerance = request.tolerance or tolerance
         expected = for_other_numbers(expected)
     rest, session = expected.facts.selections.rest, simplified
     # The session that wrote it, if possible: opening the file again takes as long as simplifying it.
@@ -188,8 +187,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto
     # writes it wrong.
     moves = bool(data) and move_weights(onnx_model)
     # onnx, with which the quantizer reads the model, refuses external data with several hard links.
-    quantizes = request.precision.quantize is not None
-    copy = shutil.copyfile if quantizes or moves else link_or_copy
+    copy = shutil.copyfile if request.quantize is not None or moves else link_or_copy
     external.put_data(data, source.parent, folder, copy)
     fix_inputs(onnx_model, model)
     separate_outputs(onnx_model)
