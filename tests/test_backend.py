@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import sysconfig
@@ -197,6 +198,26 @@ def test_the_targets_need_packages_too(tmp_path: Path) -> None:
     assert [name for name in editable if name.startswith("onnxruntime")] == ["onnxruntime>=1.23"]
     metadata = hooks.prepare_metadata_for_build_wheel(str(tmp_path))
     assert (tmp_path / metadata / "METADATA").is_file()
+
+
+def test_targets_of_companions_are_left_out_with_their_compilers(tmp_path: Path) -> None:
+    more = """[project.optional-dependencies]
+    npu = ["my-app-models-npu==2"]
+    [tool.epcontext.targets.npu]
+    provider = "qnn"
+    companion = "my-app-models-npu"
+    """
+    project = make_project(tmp_path, "flit_core.buildapi", more=more)
+    hooks = BuildBackendHookCaller(str(project), "hatch_epcontext.backend")
+    assert "onnxruntime-qnn" not in " ".join(hooks.get_requires_for_build_wheel())
+    packed = contents(call(project, "build_wheel", tmp_path))
+    manifest = json.loads(packed["my_app/epcontext/manifest.json"][0])
+    about = manifest["additional_metadata"]["hatch-epcontext"]
+    assert about["companions"] == {"my_app_models_npu": "my-app[npu]"}
+    component = manifest["components"]["a"]
+    modules = component["additional_metadata"]["hatch-epcontext"]["modules"]
+    assert list(component["variants"]) == ["cpu"]
+    assert modules == {"cpu": "", "npu": "my_app_models_npu", "source": ""}
 
 
 def test_platforms_name_a_wheel_that_has_none(tmp_path: Path) -> None:
