@@ -468,7 +468,7 @@ class ModelTable:
     )
     context_length: int | None = declare(
         "Of a language model: the most tokens of a prompt and its answer.",
-        when_missing="that of `genai_config.json`",
+        when_missing="that of `genai_config.json`; required for QNN",
         check=_COUNT,
     )
     chunk: int = declare(

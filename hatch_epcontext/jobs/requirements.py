@@ -263,7 +263,9 @@ def installed(name: str) -> str | None:
 
 def pip_install(requirements: Iterable[str]) -> str:
     """The command that installs ``requirements`` into this environment."""
-    quoted = " ".join(f'"{requirement}"' for requirement in requirements)
+    # Markers have quotes of their own.
+    texts = (requirement.replace('"', "'") for requirement in requirements)
+    quoted = " ".join(f'"{text}"' for text in texts)
     return f"{_python()} -m pip install {quoted}"
 
 

@@ -267,11 +267,14 @@ def test_missing_and_old_packages_are_reported_with_the_pip_command(
     assert "Offline, HATCH_EPCONTEXT_FROM_CACHE=all takes" in text
 
 
-def test_a_missing_package_is_named_without_the_credentials_of_its_address() -> None:
+def test_a_missing_package_is_named_for_a_shell_and_without_the_credentials_of_its_address() -> (
+    None
+):
     address = "absent-package @ https://bob:secret@host/a.whl?tok=secret"
     with pytest.raises(RequirementError) as raised:
-        check_environment([], [address])
+        check_environment([], [address, 'absent>=1; python_version >= "3.10"'])
     (problem,) = raised.value.problems
+    assert """"absent>=1; python_version >= '3.10'\"""" in problem.text()
     assert "absent-package @ https://***" in problem.text()
     assert "secret" not in problem.text()
 
