@@ -98,9 +98,9 @@ class Runner:
         """What runs next: the variant, its session, and how many of the ``rows`` that are left it takes."""
         for sizes, way in self._ways:
             fitting = [(variant, _rows(variant, arrays, axes, rows)) for variant in sizes]
-            for variant, taken in sorted(fitting, key=lambda pair: -pair[1]):
-                if taken >= 0 and (session := self._open(variant, way)):
-                    return variant, session, taken
+            for variant, number in sorted(fitting, key=lambda pair: -pair[1]):
+                if number >= 0 and (session := self._open(variant, way)):
+                    return variant, session, number
         shapes = {name: array.shape for name, array in arrays.items()}
         inputs = dict.fromkeys(str(v.inputs) for sizes, _ in self._ways for v in sizes if v.inputs)
         message = f"no target of {self._name!r} takes {shapes}; its sizes are {', '.join(inputs)}:"
@@ -119,12 +119,12 @@ class Runner:
 
 def _rows(variant: Variant, arrays: Mapping[str, Any], axes: Mapping[str, int], rows: int) -> int:
     """How many of the ``rows`` that are left one run of ``variant`` takes; -1 if the sizes do not fit."""
-    taken = rows
+    number = rows
     for name, array in arrays.items():
         for axis, size in enumerate(variant.inputs.get(name) or ()):
             needed = (rows,) if axis == axes.get(name) else array.shape[axis : axis + 1]
             if isinstance(size, int) and needed != (size,):
                 if axis != axes.get(name) or not 0 < size < rows:
                     return -1
-                taken = size
-    return taken
+                number = size
+    return number

@@ -192,9 +192,9 @@ def _sweep_one(folder: Path) -> None:
     # Not blocking: it can be a pipe.
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | _BINARY
     marker = os.open(folder / _MARKER, os.O_RDWR | flags)
-    ours, is_unused = _OURS.format(folder.name).encode("utf-8", "surrogateescape"), False
+    content, is_unused = _OURS.format(folder.name).encode("utf-8", "surrogateescape"), False
     with contextlib.suppress(OSError):
-        is_unused = os.read(marker, len(ours) + 1) == ours and lock(marker)
+        is_unused = os.read(marker, len(content) + 1) == content and lock(marker)
     if is_unused:
         _remove(folder, marker)
     else:

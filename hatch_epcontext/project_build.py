@@ -195,7 +195,7 @@ class ProjectBuild:
             return {}
         from hatch_epcontext.package.companions import pinned
 
-        return {its.module: its.requirement for its in pinned(config, project)}
+        return {companion.module: companion.requirement for companion in pinned(config, project)}
 
     def write_companion(
         self, config: Config, project: ProjectMetadata, companion: Companion

@@ -41,20 +41,20 @@ _Place = tuple["str | int", ...]
 
 
 class _Wrong(NamedTuple):
-    """A value ``found`` at its place that is no ``type``, or whose key is not one of the ``known``."""
+    """A ``value`` at its place that is no ``type``, or whose key is not one of the ``known``."""
 
     place: _Place
     type: Any
-    found: Any
+    value: Any
     known: tuple[str, ...] = ()
 
     @property
     def reason(self) -> str:
         if self.known:
             return f"is not a known key. Known: {', '.join(self.known)}."
-        if self.found is _NOTHING:
+        if self.value is _NOTHING:
             return "is missing."
-        return f"must be {describe_type(self.type)}, not {show(self.found)}."
+        return f"must be {describe_type(self.type)}, not {show(self.value)}."
 
 
 def describe_type(type_: Any) -> str:
@@ -190,15 +190,15 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     """
     wrong: list[_Wrong] = []
     result = _read(_form(type_, is_toml=True), table, (), wrong)
-    for value in wrong:
-        place = Key((*key.parts, *value.place))
-        if value.known:
-            near = suggestion(str(value.place[-1]), sorted(value.known))
+    for fault in wrong:
+        place = Key((*key.parts, *fault.place))
+        if fault.known:
+            near = suggestion(str(fault.place[-1]), sorted(fault.known))
             yield Problem.at(place, Kind.UNKNOWN_KEY, "is not a known key.", near)
         else:
-            is_table_for_list = describe_type(value.type) == _LIST and isinstance(value.found, dict)
+            is_table_for_list = describe_type(fault.type) == _LIST and isinstance(fault.value, dict)
             hint = f"A list of tables has two brackets: [[{place}]]." if is_table_for_list else None
-            yield Problem.at(place, Kind.WRONG_TYPE, value.reason, hint)
+            yield Problem.at(place, Kind.WRONG_TYPE, fault.reason, hint)
     return type_() if result is _NOTHING else result
 
 
