@@ -48,8 +48,8 @@ def _read(root: Path, name: str | None) -> Pyproject:
     """The project's file, before anything is downloaded; raises ConfigError, also for an invalid ``name``."""
     use_lines(root)
     pyproject = Pyproject(root)
-    taken = {model.casefold() for model in pyproject.listed.values()}
-    if name is not None and (file_name(name, "-") != name or name.casefold() in taken):
+    names = {model.casefold() for model in pyproject.listed.values()}
+    if name is not None and (file_name(name, "-") != name or name.casefold() in names):
         message = f"{show(name)} is no name of a folder, or that of another model."
         raise ConfigError(Problem(Kind.INVALID_NAME, "--name", message, "Choose another name."))
     return pyproject

@@ -49,8 +49,8 @@ def command(
     # A companion has all its targets, or apps could not find them.
     environ = {name: text for name, text in os.environ.items() if name != f"{PREFIX}TARGETS"}
     with contextlib.closing(ProjectBuild(root, terminal)) as build:
-        config, its = build.config(environ=environ), Project.read(root)
-        about = project_metadata(root, its.table("project"), by_hatch=its.is_hatchling)
+        config, metadata = build.config(environ=environ), Project.read(root)
+        about = project_metadata(root, metadata.table("project"), by_hatch=metadata.is_hatchling)
         companions = {companion.name: companion for companion in pinned(config, about)}
         if not companions or not companions.keys() >= {*names}:
             known = f"only {listing(companions)}" if companions else "none"

@@ -504,15 +504,15 @@ def _named(
     models: Iterable[NewModel], names: Iterable[str]
 ) -> Iterator[tuple[NewModel, str | None]]:
     """Each model with the name that it needs, or None if its file's name is valid and not in ``names``."""
-    taken = {name.casefold() for name in names}
+    used = {name.casefold() for name in names}
     for model in models:
         stem = PurePosixPath(file_of(model.path) if model.pinned else model.path).stem
         name = plain = model.name or file_name(model.plain_name, "-")
         number = 1
-        while name.casefold() in taken:
+        while name.casefold() in used:
             number += 1
             name = f"{plain}-{number}"
-        taken.add(name.casefold())
+        used.add(name.casefold())
         yield model, name if name != stem else None
 
 

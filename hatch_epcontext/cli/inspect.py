@@ -97,16 +97,16 @@ def _show_package(folder: str, package: ModelPackage) -> None:
     for name, component in package.components.items():
         for target, variant in component.variants.items():
             size = sizes[variant.variant_directory]
-            its = variant.about
-            provider = its.settings.provider if its else variant.ep
+            about = variant.about
+            provider = about.settings.provider if about else variant.ep
             compatibility = variant.compatibility_string or ""
             row = (
                 name,
                 target,
                 variant.ep,
                 _compiled_for(provider, compatibility) or compatibility,
-                describe_coverage(its.coverage) if its else "",
-                _summarize(its.validation) if its else "",
+                describe_coverage(about.coverage) if about else "",
+                _summarize(about.validation) if about else "",
                 show_size(size) if size else "",
             )
             rows.append(row)
