@@ -166,9 +166,9 @@ def stages(model: Model) -> tuple[Model, ...]:
     plain = dataclasses.replace(model, targets=still_open, static_shapes=False, shapes=shapes)
     if not fixed:
         return (plain,)
-    modules, its = model.modules, {target.name for target in fixed}
-    in_stages = {name: module for name, module in modules.items() if name in its}
-    rest = {name: module for name, module in modules.items() if name not in its}
+    modules, in_fixed = model.modules, {target.name for target in fixed}
+    in_stages = {name: module for name, module in modules.items() if name in in_fixed}
+    rest = {name: module for name, module in modules.items() if name not in in_fixed}
     plain = dataclasses.replace(plain, modules=rest)
     names = config.cached or tuple(dict.fromkeys((str(genai.chunk), "1")))
     members = tuple(f"{model.name}.{name}" for name in names)
@@ -179,7 +179,7 @@ def stages(model: Model) -> tuple[Model, ...]:
         "shape_set": ShapeSet(model.name, members, tuple(target.name for target in model.targets)),
         "share_weights": f"{model.name}.shared" if len(names) > 1 else None,
     }
-    made = []
+    models = []
     for name, member in zip(names, members, strict=True):
         own: dict[str, Any] = {"genai": dataclasses.replace(genai, stage=name)}
         if config.cached:
@@ -189,9 +189,9 @@ def stages(model: Model) -> tuple[Model, ...]:
             length = genai.context_length or config.context_length
             shapes = config.shapes(int(name), length, 0)
             own |= {"cut": Cut(inputs, lengths=True), "shapes": {n: shapes[n] for n in inputs}}
-        made.append(dataclasses.replace(model, name=member, **common, **own))
+        models.append(dataclasses.replace(model, name=member, **common, **own))
     # Apps try the targets in the order of the models.
-    return (*made, plain) if model.targets[0] in fixed else (plain, *made)
+    return (*models, plain) if model.targets[0] in fixed else (plain, *models)
 
 
 def check_slots(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Problem]:

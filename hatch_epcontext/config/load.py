@@ -164,8 +164,8 @@ def _check_values(table: Any, place: tuple[str | int, ...]) -> Iterator[Problem]
         if field.metadata["required"] and not value and not isinstance(table, TargetTable):
             doc = field.metadata["doc"]
             yield Problem.at(Key(own), Kind.MISSING_KEY, f"is required: {doc[0].lower()}{doc[1:]}")
-        for inside, allowed, found in faults_of_key(field, value):
-            shown = "" if field.metadata["is_secret"] else f", not {show(found)}"
+        for inside, allowed, wrong in faults_of_key(field, value):
+            shown = "" if field.metadata["is_secret"] else f", not {show(wrong)}"
             message = f"must be {allowed}{shown}."
             yield Problem.at(Key((*own, *inside)), Kind.INVALID_VALUE, message)
         yield from _check_tables(value, own)

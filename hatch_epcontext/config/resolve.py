@@ -130,7 +130,9 @@ class Resolver:
         targets = [target for target in model.targets if names is None or target.name in names]
         compiled = [t for t in targets if not (model.genai and t.provider.product == "optimized")]
         companions = {**{t.name: t.companion for t in compiled}, SOURCE: model.companion}
-        modules = {name: (its or "").replace("-", "_") for name, its in companions.items()}
+        modules = {
+            name: (companion or "").replace("-", "_") for name, companion in companions.items()
+        }
         modules = modules if any(modules.values()) else {}
         return dataclasses.replace(model, targets=tuple(targets), modules=modules)
 
