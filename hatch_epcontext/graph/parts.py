@@ -54,12 +54,12 @@ def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str], key: 
     needed = {name for names in reached.values() for name in names}
     named = set(cut.inputs) if cut.inputs else set(own)
     if lacking := sorted(needed - named - set(frozen)):
-        without = [repr(name) for name, its in reached.items() if its.intersection(lacking)]
+        without = [repr(name) for name, names in reached.items() if names.intersection(lacking)]
         message = (
             f"the cut removes {listing(map(repr, lacking))}, which {listing(without)} depends on."
         )
         raise _wrong(key / "inputs", message, "Name it among the inputs too, or cut after it.")
-    if alone := [repr(name) for name, its in reached.items() if not its & named]:
+    if alone := [repr(name) for name, names in reached.items() if not names & named]:
         message = f"no input of the cut decides {listing(alone)}."
         raise _wrong(key / "outputs", message, "Name outputs after the inputs.")
     if needless := [repr(name) for name in cut.inputs if name not in needed]:
