@@ -199,11 +199,11 @@ def _members(config: Config, model: Model, target: Target) -> list[tuple[Model, 
     if model.share_weights is None or not target.provider.shares_weights:
         return []
     return [
-        (other, its)
-        for other in config.models
-        if other.share_weights == model.share_weights
-        for its in other.targets
-        if its.name == target.name
+        (member, own)
+        for member in config.models
+        if member.share_weights == model.share_weights
+        for own in member.targets
+        if own.name == target.name
     ]
 
 
