@@ -276,14 +276,14 @@ def _published(name: str, published: str) -> dict[Version, str]:
                 raise OSError(f"{page}: {error}") from error
             # Nothing was published.
             text = ""
-        found = re.findall(r"""<a\s[^>]*?href=["']([^"']+)["']""", text, re.IGNORECASE)
-        links += (urljoin(page, html.unescape(link)) for link in found)
+        addresses = re.findall(r"""<a\s[^>]*?href=["']([^"']+)["']""", text, re.IGNORECASE)
+        links += (urljoin(page, html.unescape(link)) for link in addresses)
     else:
         links += (file.as_posix() for file in Path(published).iterdir())
     for link in links:
         with contextlib.suppress(InvalidWheelFilename, InvalidVersion):
             file = unquote(urldefrag(link).url.rpartition("/")[2])
-            its, version, *_ = parse_wheel_filename(file)
-            if its == name:
+            package, version, *_ = parse_wheel_filename(file)
+            if package == name:
                 wheels[version] = link
     return wheels

@@ -185,14 +185,14 @@ def refuse_others(folder: Path, *, edited: bool) -> None:
     """
     sweep(folder)
     recorded = own_files(folder)
-    ours = {} if recorded is None else recorded
+    written = {} if recorded is None else recorded
     others = [
         name
         for name in _files(folder)
         # Python writes bytecode when it imports the loader.
         if "__pycache__" not in PurePosixPath(name).parts
         and (name != FILE or recorded is None)
-        and (name not in ours or (edited and not is_intact(folder, {name: ours[name]})))
+        and (name not in written or (edited and not is_intact(folder, {name: written[name]})))
     ]
     if others:
         message = (

@@ -73,8 +73,8 @@ class Sdist:
         """All files that the configuration names, and those that they name, by their path in the sdist."""
         files: dict[str, Needed] = {}
         for model in self.config.models:
-            its = [] if model.download else (yield from _of_model(model))
-            for needed in (*its, *_inputs_of(model), *self._named_by_targets(model)):
+            own = [] if model.download else (yield from _of_model(model))
+            for needed in (*own, *_inputs_of(model), *self._named_by_targets(model)):
                 path = Path(os.path.relpath(needed.file, self.config.root)).as_posix()
                 files.setdefault(path, needed)
         return files

@@ -135,15 +135,15 @@ def import_packages(tree: Tree) -> set[PurePosixPath]:
     return {package for package in packages if packages.isdisjoint(package.parents)}
 
 
-def check_collisions(output: PurePosixPath, tree: Tree, ours: frozenset[str]) -> None:
+def check_collisions(output: PurePosixPath, tree: Tree, own: frozenset[str]) -> None:
     """Raise ConfigError if the project has files of its own in the package's folder.
 
-    ``ours``: files in the project that an earlier editable install wrote, as paths in the wheel.
+    ``own``: files in the project that an earlier editable install wrote, as paths in the wheel.
     """
     collisions = sorted(
         path
         for path in tree
-        if path not in ours
+        if path not in own
         and (PurePosixPath(path).is_relative_to(output) or path == f"{output}.py")
     )
     if collisions:
