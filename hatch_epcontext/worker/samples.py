@@ -105,8 +105,8 @@ def samples(
         read = read_samples(Path(kind), inputs, model.key / "validate" / "inputs")
         named = list(itertools.islice(read, MAX_GIVEN))
         single = len(named) == 1
-        given = [Sample("given" if single else name, (feeds,), name) for name, feeds in named]
-        return (*given, *(sequences(given, states) if states else ()))
+        from_files = [Sample("given" if single else name, (feeds,), name) for name, feeds in named]
+        return (*from_files, *(sequences(from_files, states) if states else ()))
     first = dummy_inputs(inputs, model, ranges)
     result = [Sample(kind, (first,), kind)]
     if kind != "random":

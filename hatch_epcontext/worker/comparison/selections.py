@@ -243,19 +243,22 @@ class _SelectionFinder:
 def select(
     selections: Selections,
     outputs: Arrays,
-    wanted: Arrays,
+    expected: Arrays,
     candidates: Arrays,
     unit: float,
     elsewhere: Sequence[Arrays] = (),
 ) -> dict[str, Aligned]:
-    """``outputs`` beside what to compare them with; the source has ``wanted``, and ``candidates`` inside it.
+    """``outputs`` beside what to compare them with; the source has ``expected``.
 
-    ``unit``: that of the limits. ``elsewhere``: the source's outputs for other inputs.
+    ``candidates``: its values inside the model. ``unit``: that of the limits. ``elsewhere``: the source's
+    outputs for other inputs.
     """
     rest = selections.rest
     if rest is not None and (same := rest.outputs_of(outputs, candidates)):
-        wanted = {**{name: candidates[name] for name in rest.reads}, **wanted, **same}
-    result = {name: Aligned(own, wanted[name]) for name, own in outputs.items() if name in wanted}
+        expected = {**{name: candidates[name] for name in rest.reads}, **expected, **same}
+    result = {
+        name: Aligned(own, expected[name]) for name, own in outputs.items() if name in expected
+    }
     outputs = {
         name: aligned.output
         for name, aligned in result.items()
@@ -264,8 +267,8 @@ def select(
     for span in selections.suppressed:
         # One wrong row among many is wrong.
         if (own := outputs.get(span.output)) is not None and own.size:
-            rows = Rows([span], wanted)
-            rows.put(result, rows.of(wanted), rows.noise(rows.of(outputs), rows.of(wanted)))
+            rows = Rows([span], expected)
+            rows.put(result, rows.of(expected), rows.noise(rows.of(outputs), rows.of(expected)))
     if rest is not None:
         outputs = {name: own for name, own in outputs.items() if name not in rest.outputs}
     for group in selections.rows:
@@ -277,12 +280,12 @@ def select(
             and len(sizes) == 1
             and 0 < max(sizes)[1] <= _MAX_ROWS
         ):
-            rows = Rows(columns, wanted, unit, elsewhere)
-            rows.put(result, *_compare_rows(rows, outputs, wanted, candidates))
+            rows = Rows(columns, expected, unit, elsewhere)
+            rows.put(result, *_compare_rows(rows, outputs, expected, candidates))
     for name, choice in selections.choices.items():
         if name in outputs and result[name].rows is None:
             own = outputs[name]
-            noise = _noise_of_choices(choice, own, wanted[name], candidates, unit)
+            noise = _noise_of_choices(choice, own, expected[name], candidates, unit)
             if noise is not None:
                 # As with slices, one in so many may have any error.
                 noise[np.argsort(-noise)[: len(noise) // MANY]] = 0.0
@@ -294,12 +297,12 @@ def select(
 def _compare_rows(
     rows: Rows,
     outputs: Arrays,
-    wanted: Arrays,
+    expected: Arrays,
     candidates: Arrays,
 ) -> tuple[Numbers, Numbers]:
     """The values to compare the rows of ``outputs`` with, and their noise."""
     score = next(number for number, span in enumerate(rows.columns) if span.is_score)
-    own, ref = rows.of(outputs), rows.of(wanted)
+    own, ref = rows.of(outputs), rows.of(expected)
     _, values, noise = rows.match(own, ref)
     # A row with about the score of the last one may be another, if it is one of the source's candidates.
     ends = ref.copy()
