@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import importlib
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -329,22 +331,32 @@ def _registration_problem(
 
 
 def unloadable(ep: str | None, message: str, library: Path) -> Problem:
-    """The problem of an EP's ``library`` that cannot be loaded, with the first library that it lacks.
+    """The problem of an EP's ``library`` that cannot be loaded, with the libraries that it lacks.
 
-    ``message`` is the error of the system's loader, or of ONNX Runtime, which may not name it.
+    ``message`` is the error of the system's loader, or of ONNX Runtime, which may not name them.
     """
     what = f"the library of {ep}" if ep else "the library"
-    if lacking := missing_for(library) or missing(message):
-        message = f"{what} cannot be loaded, because {lacking} is missing."
-        return Problem(Kind.UNLOADABLE_LIBRARY, "", message, lacking.advice)
+    if lacking := missing_for(library) or list(filter(None, [missing(message)])):
+        verb = "are" if len(lacking) > 1 else "is"
+        message = f"{what} cannot be loaded, because {listing(map(str, lacking))} {verb} missing."
+        hint = "\n".join(dict.fromkeys(library.advice for library in lacking))
+        return Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)
     hint = "Check that the file is a library for this system and this version of ONNX Runtime."
     return Problem(Kind.UNLOADABLE_LIBRARY, "", f"{what} cannot be loaded: {message}", hint)
 
 
-def missing_for(library: Path) -> MissingLibrary | None:
-    """The library that the system's loader does not find first when it loads ``library``."""
-    try:
-        ctypes.CDLL(str(library))
-    except OSError as error:
-        return missing(str(error))
-    return None
+def missing_for(library: Path) -> list[MissingLibrary]:
+    """The libraries that ``library`` needs, and the system does not find; without ``ldd`` the first alone."""
+    names = [str(library)]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = ("ldd", str(library))
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        names += re.findall(r"^\s*(\S+) => not found", result.stdout, re.MULTILINE)
+    lacking = list[MissingLibrary | None]()
+    for name in names:
+        # A library that this process has loaded, from a pip package, is not missing.
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            lacking.append(missing(str(error)))
+    return list(dict.fromkeys(filter(None, lacking)))

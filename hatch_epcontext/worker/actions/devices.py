@@ -72,7 +72,7 @@ def _missing_in_package(plugin: Plugin) -> list[str]:
     library = Path(library_of(plugin.module))
     for path in sorted(library.parent.glob(f"*{library.suffix}")):
         # Not the error of the NPU's own libraries, which are for another processor.
-        if lacking := missing_for(path):
+        for lacking in missing_for(path):
             needed.setdefault(lacking, []).append(path.name)
     return [
         f"{lacking} is missing, and {listing(names)} of {plugin.package} cannot be loaded. {lacking.advice}"
