@@ -218,7 +218,7 @@ def _wrong_results() -> str:
         statuses = Counter(case.get("status") for case in found["cases"].values())
         options = ", ".join(f"{name} {value}" for name, value in found["options"].items())
         lines.append(
-            f"### {provider.name}\n\nSeen on {format_.seen} ({found['seen']}; {options}). Of "
+            f"### {provider.name}\n\nSeen with {found['seen']} ({options}). Of "
             f"{len(found['cases'])} graphs it computes {statuses['wrong']} wrong, and refuses "
             f"{statuses['refused']}: `benchmarks/{path.name}` has all of them.\n"
         )
