@@ -30,6 +30,9 @@ _REFUSED = ("dims", "shapes", "constants", "cut", "fallback", "share_weights")
 _TOKENS, _PAST = 4, 8
 """The tokens of dummy inputs: new ones, and those in the cache before."""
 
+_MAX_LAYERS, _MAX_TOKENS = 2**12, 2**24
+"""More would be a mistake, and exhaust the memory: all of them are listed."""
+
 _TYPICAL = 1024
 """The most tokens that a profile is optimized for, as in onnxruntime-genai's own."""
 
@@ -114,8 +117,14 @@ def _faults(
     beside: list[str],
 ) -> Iterator[tuple[str, str, str]]:
     """For each fault the key of the model's table, what is wrong, and what to do."""
+    odd = [name for name in beside if not is_portable(name)]
+    for name in (*odd, *(name for name in config.cached if not _is_plain(name))):
+        message = (
+            f"is beside a file, or has a stage, {show(name)}, which is no name on every system."
+        )
+        yield "path", message, "Rename it."
     for name in config.files.values():
-        if not is_portable(name) or "/" in name:
+        if not _is_plain(name):
             message = f"names the file {show(name)}, which is not in the folder itself."
             yield "path", message, "Put it there: onnxruntime-genai refuses '..'."
         elif not is_regular(folder / name):
@@ -149,6 +158,11 @@ def _faults(
             yield "context-length", message, "For example 2048."
         elif table.chunk > length:
             yield "chunk", f"is {table.chunk}, and context-length is {length}.", "Lower it."
+
+
+def _is_plain(name: str) -> bool:
+    """Whether ``name`` is that of a file in a folder itself."""
+    return is_portable(name) and "/" not in name
 
 
 def stages(model: Model) -> tuple[Model, ...]:
@@ -222,8 +236,9 @@ def read_config(folder: Path) -> GenaiConfig:
     providers = _value(decoder, "session_options.provider_options", list, [])
     inputs = _value(decoder, "inputs", dict).items()
     names = [_value(decoder, f"inputs.past_{kind}_names", str) for kind in ("key", "value")]
-    layers = range(_value(decoder, "num_hidden_layers", int))
+    layers = range(_number(decoder, "num_hidden_layers", _MAX_LAYERS))
     past = tuple(name.replace("%d", str(layer)) for layer in layers for name in names)
+    _number(content, "model.vocab_size", _MAX_TOKENS)
     return GenaiConfig(
         content["model"],
         files,
@@ -231,9 +246,9 @@ def read_config(folder: Path) -> GenaiConfig:
         {name: dict(options) for entry in providers for name, options in entry.items()},
         {"input_ids": "input_ids", **{n: text for n, text in inputs if isinstance(text, str)}},
         past,
-        _value(content, "model.context_length", int),
-        _value(decoder, "num_key_value_heads", int),
-        _value(decoder, "head_size", int),
+        _number(content, "model.context_length"),
+        _number(decoder, "num_key_value_heads"),
+        _number(decoder, "head_size"),
     )
 
 
@@ -245,6 +260,13 @@ def _value(table: Any, path: str, type_: type, default: Any = None) -> Any:
     value = default if value is None else value
     if type(value) is not type_:
         raise ValueError(f"{path} must be of the type {type_.__name__}, not {show(value)}")
+    return value
+
+
+def _number(table: Any, path: str, most: int = 2**31 - 1) -> int:
+    value: int = _value(table, path, int)
+    if not 0 < value <= most:
+        raise ValueError(f"{path} must be from 1 to {most}, not {value}")
     return value
 
 

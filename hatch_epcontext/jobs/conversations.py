@@ -68,8 +68,9 @@ def _answers(build: Build, result: Result, place: str, own: Sequence[Built]) -> 
         return ()
     texts = overlays(result)
     changes = texts[f"{stage.configured_name}/{SOURCE}"]
-    files = [{name: f.sha256 for name, f in b.artifact.record.files.items()} for b in own]
-    key = value_sha256([FORMAT, source.sha256, changes, texts[place], files, installed(_PACKAGE)])
+    records = [source.records, *(built.artifact.record.files for built in own)]
+    files = [{name: file.sha256 for name, file in record.items()} for record in records]
+    key = value_sha256([FORMAT, changes, texts[place], files, installed(_PACKAGE)])
     stored = build.cache.get("facts", key, tuple[Answer, ...])
     if stored or target.from_cache or installed(_PACKAGE) is None:
         return stored or ()

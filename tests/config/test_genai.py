@@ -72,6 +72,8 @@ def test_an_ep_with_profiles_gets_that_of_onnxruntime_genai(project: Path, folde
         ({"session_options": {"provider_options": ["qnn"]}}, "cannot be read"),
         ({"filename": None}, "model.decoder.filename must be of the type str"),
         ({"head_size": "16"}, 'head_size must be of the type int, not "16"'),
+        ({"head_size": -16}, "head_size must be from 1 to 2147483647, not -16"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be from 1 to 4096"),
         (
             {"session_options": {"provider_options": [{"qnn": {"backend_path": "QnnHtp.dll"}}]}},
             'names the library "QnnHtp.dll", which is for one system',
@@ -83,6 +85,15 @@ def test_what_is_wrong_with_its_configuration_is_one_problem(
 ) -> None:
     change(folder, **decoder)
     assert_one_problem(project, LLAMA + CPU, "models[0].path", message)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "a\0b"])
+def test_a_stage_whose_name_cannot_be_a_file_is_a_problem(
+    project: Path, folder: Path, name: str
+) -> None:
+    stage = {"filename": "model.onnx", "inputs": ["past_key_values.0.key"]}
+    change(folder, filename=None, pipeline=[{name: stage}])
+    assert_one_problem(project, LLAMA + CPU, "models[0].path", "which is no name on every system")
 
 
 def test_keys_that_contradict_the_folder_are_problems(project: Path, folder: Path) -> None:
