@@ -235,7 +235,10 @@ _UNREADABLE = (
 
 def _read_npz(path: Path, key: Key) -> dict[str, Array]:
     """Return the arrays in an ``.npz``; raises ModelError, at ``key``, if it is invalid."""
-    _refuse_pipe(path, key)
+    # Reading a pipe may not end.
+    if rejection := unreadable(path):
+        message = f"{path.name} {rejection.message}"
+        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, rejection.hint))
     try:
         # Opened here, because NumPy does not close a file that it cannot read.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
@@ -256,10 +259,3 @@ def _plain_array(member: object) -> Array:
     if not isinstance(member, np.ndarray):
         raise TypeError("it has other files too")
     return member
-
-
-def _refuse_pipe(path: Path, key: Key) -> None:
-    """Raise ModelError, at ``key``, if ``path`` is not a regular file: reading a pipe may not end."""
-    if rejection := unreadable(path):
-        message = f"{path.name} {rejection.message}"
-        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, rejection.hint))

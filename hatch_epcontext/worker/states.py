@@ -12,7 +12,7 @@ import onnx
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.text import suggestion
+from hatch_epcontext.worker.source import unknown_name
 
 _LAYERS: Mapping[str, Mapping[int, int]] = {
     "LSTM": {5: 1, 6: 2},
@@ -78,11 +78,9 @@ def _check(
 ) -> Iterator[Problem]:
     for first, last in configured.items():
         if first not in inputs:
-            message = f"the model has no input {first!r}."
-            yield Problem.at(key / first, Kind.UNKNOWN_INPUT, message, suggestion(first, inputs))
+            yield unknown_name(key / first, first, "input", list(inputs))
         elif last not in outputs:
-            message = f"the model has no output {last!r}."
-            yield Problem.at(key / first, Kind.UNKNOWN_INPUT, message, suggestion(last, outputs))
+            yield unknown_name(key / first, last, "output", list(outputs))
         elif not _fit(inputs[first], outputs[last]):
             yield Problem.at(
                 key / first,

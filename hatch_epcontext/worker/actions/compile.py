@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -48,15 +49,13 @@ def handle(request: CompileRequest) -> CompileReply:
         sharing = _sharing(request.target, model, is_last=result == results[-1])
         _compile(path, result, model, request.target, sharing if len(results) > 1 else {})
     if len(results) > 1:
-        _equalize_spill_fill(results)
+        _finish_sharing(results)
     contexts = tuple(
         read_context(model, path, result, request.target)
         if provider.product == "context"
         else read_optimized(model.name, result)
         for model, path, result in jobs
     )
-    if len(results) > 1:
-        _check_shared(results)
     for model, path, result in jobs:
         _finish(onnx.load(result, load_external_data=False), model, result)
         if request.target.settings.recompile:
@@ -137,41 +136,32 @@ def _sharing(target: Target, model: Model, *, is_last: bool) -> dict[str, str]:
     }
 
 
-def _check_shared(results: Iterable[Path]) -> None:
-    """Raise ModelError unless the context models ``results`` name the same sidecar."""
-    sidecars = {result.name: _sidecars(result) for result in results}
-    if len(set().union(*sidecars.values())) != 1:
+def _finish_sharing(results: Iterable[Path]) -> None:
+    """Give every context the largest ``max_size`` of all: the size of QNN's spill-fill buffer.
+
+    The first context that is opened, which can be any of them, allocates the buffer for all. Raises
+    ModelError unless the context models ``results`` name the same sidecar.
+    """
+    models = {result: load(result, result.name) for result in results}
+    contexts = {result: graph.contexts(model.graph) for result, model in models.items()}
+    sidecars = {
+        result.name: {graph.text(n, "ep_cache_context") for n in nodes if graph.is_main(n)}
+        for result, nodes in contexts.items()
+    }
+    # One without contexts is refused when it is read back.
+    if all(contexts.values()) and len(set().union(*sidecars.values())) != 1:
         named = "; ".join(f"{name}: {', '.join(sorted(files))}" for name, files in sidecars.items())
         message = f"the models do not share one sidecar: {named}."
         hint = "Check that they have the same weights, and that the EP can share them."
         raise ModelError(Problem(Kind.NOT_SHARED, "", message, hint))
-
-
-def _sidecars(result: Path) -> set[str]:
-    model = load(result, result.name)
-    return {
-        graph.text(node, "ep_cache_context")
-        for node in graph.contexts(model.graph)
-        if graph.is_main(node)
-    }
-
-
-def _equalize_spill_fill(results: list[Path]) -> None:
-    """Give every context the largest ``max_size`` of all: the size of QNN's spill-fill buffer.
-
-    The first context that is opened, which can be any of them, allocates the buffer for all.
-    """
-    models = {result: load(result, result.name) for result in results}
-    nodes = [node for model in models.values() for node in graph.contexts(model.graph)]
-    largest = max((graph.number(node, "max_size", 0) for node in nodes), default=0)
-    for result, model in models.items():
-        changed = False
-        for node in graph.contexts(model.graph):
-            for attribute in node.attribute:
-                if attribute.name == "max_size" and attribute.i != largest:
-                    attribute.i, changed = largest, True
-        if changed:
-            onnx.save(model, result)
+    all_nodes = itertools.chain.from_iterable(contexts.values())
+    largest = max((graph.number(node, "max_size", 0) for node in all_nodes), default=0)
+    for result, nodes in contexts.items():
+        sizes = [a for node in nodes for a in node.attribute if a.name == "max_size"]
+        if any(size.i != largest for size in sizes):
+            for size in sizes:
+                size.i = largest
+            onnx.save(models[result], result)
 
 
 def _compile_buffers(request: CompileRequest, buffers: Mapping[str, str]) -> None:

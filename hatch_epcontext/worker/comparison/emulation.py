@@ -141,7 +141,8 @@ class _Inner:
 
     def largest(self, node: onnx.NodeProto) -> float:
         """The largest magnitude of its results."""
-        return max((_largest(array) for array in self._results(node)), default=0.0)
+        results = (self.exact[name] for name in node.output if name in self.errors)
+        return max(map(_largest, results), default=0.0)
 
     def matters(self, node: onnx.NodeProto, scope: Scope) -> bool:
         """Whether an error in the values of ``node`` still exists after the next two nodes that read them.
@@ -165,11 +166,6 @@ class _Inner:
                 for reader in readers
             )
         )
-
-    def _results(self, node: onnx.NodeProto) -> Iterator[Array]:
-        for name in node.output:
-            if name in self.errors:
-                yield self.exact[name]
 
 
 class Emulator:
@@ -411,8 +407,7 @@ class Emulator:
 
     def _hurt(self) -> Iterator[str]:
         """Nodes whose values are clamped, or that use a number that the format cannot represent."""
-        worst = min(self.levels, key=lambda level: (level.margin, not level.run.usual))
-        for run in (self.levels[0].run, worst.run):
+        for run in (self.levels[0].run, self.worst.run):
             is_right = self.level(run).snr > 2 * _WORTH_RUNNING
             if (self._lost or (not is_right and self._exceeds(run))) and (
                 inner := self._inner(run)

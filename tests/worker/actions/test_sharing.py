@@ -10,7 +10,7 @@ import pytest
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.actions.compile import _equalize_spill_fill
+from hatch_epcontext.worker.actions.compile import _finish_sharing
 from hatch_epcontext.worker.compiler import compile_context
 from hatch_epcontext.worker.requests import CompileRequest
 from tests.conftest import needs_qnn
@@ -83,7 +83,7 @@ def test_every_member_gets_the_largest_spill_fill_buffer(tmp_path: Path) -> None
     # ONNX Runtime's reference tool is meant to do this too, but writes each member's own size back.
     sizes = {"a": 10, "b": 4096, "c": 0, "d": None}
     paths = [save(context_of(size), tmp_path / f"{name}.onnx") for name, size in sizes.items()]
-    _equalize_spill_fill(paths)
+    _finish_sharing(paths)
     nodes = [onnx.load(path).graph.node[0] for path in paths]
     assert [graph.attribute(node, "max_size", -1) for node in nodes] == [4096, 4096, 4096, -1]
     assert {graph.attribute(node, "ep_cache_context", b"") for node in nodes} == {b"shared.bin"}
@@ -92,5 +92,5 @@ def test_every_member_gets_the_largest_spill_fill_buffer(tmp_path: Path) -> None
 def test_equal_buffers_leave_the_files_unchanged(tmp_path: Path) -> None:
     paths = [save(context_of(0), tmp_path / f"{name}.onnx") for name in "ab"]
     before = [path.stat().st_mtime_ns for path in paths]
-    _equalize_spill_fill(paths)
+    _finish_sharing(paths)
     assert [path.stat().st_mtime_ns for path in paths] == before
