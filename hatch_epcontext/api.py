@@ -237,7 +237,7 @@ def compile_to_bytes(
     if the EP is unavailable, compiles nothing or takes too long.
 
     >>> context = compile_to_bytes(
-    ...     Path("digits.onnx").read_bytes(), "qnn", settings={"chip": "snapdragon-x-elite"}
+    ...     Path("fixed.onnx").read_bytes(), "qnn", settings={"chip": "snapdragon-x-elite"}
     ... )  # doctest: +SKIP
     """
     return compile_tool.compile_to_bytes(
