@@ -184,7 +184,7 @@ def stages(model: Model) -> tuple[Model, ...]:
     in_stages = {name: module for name, module in modules.items() if name in in_fixed}
     rest = {name: module for name, module in modules.items() if name not in in_fixed}
     plain = dataclasses.replace(plain, modules=rest)
-    names = config.cached or tuple(dict.fromkeys((str(genai.chunk), "1")))
+    names = config.cached or (str(genai.chunk), "1")
     members = tuple(f"{model.name}.{name}" for name in names)
     common: dict[str, Any] = {
         "targets": fixed,

@@ -89,6 +89,8 @@ def readable_by(read: Callable[[Any], object]) -> Check:
 
 
 _COUNT = must_be("at least 1", lambda value: value == "auto" or value >= 1)
+# onnxruntime-genai crashes with a window of one token.
+_CHUNK = must_be("at least 2", lambda value: value >= 2)
 _SECONDS = must_be("a number of seconds above 0", lambda value: 0 < value < math.inf)
 _SHARE = must_be("from 0 to 1", lambda value: 0 <= value <= 1)
 _DECIBELS = must_be("from -200 to 200 decibels", lambda value: -200 <= value <= 200)
@@ -472,7 +474,7 @@ class ModelTable:
         check=_COUNT,
     )
     chunk: int = declare(
-        "Of a language model: how many tokens of a prompt an NPU takes at once.", 64, check=_COUNT
+        "Of a language model: how many tokens of a prompt an NPU takes at once.", 64, check=_CHUNK
     )
     license: str | None = declare(
         "The model's license as an SPDX expression, for the SBOM.",

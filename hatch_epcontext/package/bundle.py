@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import keyword
 import os
 import shutil
@@ -88,9 +89,14 @@ def _bundle(
             places[model.name] = Path(os.path.relpath(model.path, installed)).as_posix()
     if any(source.model.genai for source in result.sources):
         # Imported here: few projects have a language model.
-        from hatch_epcontext.package.genai import write_overlays
+        from hatch_epcontext.jobs.genai import overlays
 
-        files |= write_overlays(result, folder)
+        for place, overlay in overlays(result).items():
+            file = folder / place / "overlay.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            text = f"{json.dumps(overlay, indent=2)}\n"
+            file.write_text(text, encoding="utf-8", newline="\n")
+            files[f"{place}/{file.name}"] = record_file(file)
     for name, path in modules.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)

@@ -164,6 +164,7 @@ def test_the_stages_of_a_pipeline_that_have_a_cache_are_compiled(
     [
         ("", "models[0].context-length", "is required for targets with fixed sizes"),
         (", context-length = 32", "models[0].chunk", "is 64, and context-length is 32"),
+        (", context-length = 32, chunk = 1", "models[0].chunk", "must be at least 2, not 1"),
     ],
 )
 def test_fixed_sizes_are_consistent(
