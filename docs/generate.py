@@ -75,8 +75,7 @@ Write `true`, `false`, numbers, lists and tables as in TOML: a build turns them 
 documentation](https://onnxruntime.ai/docs/execution-providers/) of the EP says what each option means.
 
 The path of a *file* is relative to the project's folder, or absolute. If its contents change, the model is
-compiled again. If the option counts for loading too, the file is shipped, and must be in the project. In
-`load-options` `{user-cache}` is a folder on the user's machine.
+compiled again. If the option counts for loading too, the file is shipped, and must be in the project.
 
 ## Overview
 """

@@ -56,14 +56,7 @@ class ProviderState:
     reason: str | None = None
 
 
-_EXAMPLES = """\b
-Examples:
-  epcontext doctor
-  epcontext doctor --library build/libmy_ep.so
-"""
-
-
-@click.command("doctor", epilog=_EXAMPLES)
+@click.command("doctor")
 @click.option(
     "--library",
     metavar="PATH",

@@ -276,7 +276,7 @@ def differences(
     for name, record in sorted(files.items()):
         if name not in packed:
             message = f"{name} is not in the wheel."
-            hint = "The build backend did not pack it: add it to the wheel's package data."
+            hint = "The build back end did not pack it: add it to the wheel's package data."
             yield Problem(Kind.INVALID_WHEEL, location, message, hint)
         elif packed[name] != record:
             message = f"{name} differs from its record in the manifest."

@@ -171,8 +171,6 @@ WRITTEN_OUT = {
     "epcontext record -- digits-app samples/3.png": (
         f"epcontext record -- {sys.executable} -m digits_app samples/3.png"
     ),
-    # All graphs take too long here.
-    "epcontext doctor --library build/libmy_ep.so": "epcontext doctor --library onnxruntime_qnn",
     "epcontext compile model.onnx -o model.ortpackage -p qnn --set chip=snapdragon-x-elite": (
         "epcontext compile model.onnx -o model.ortpackage -p qnn --set chip=snapdragon-x-elite --dim batch=1"
     ),
