@@ -91,12 +91,12 @@ def _bundle(
         # Imported here: few projects have a language model.
         from hatch_epcontext.jobs.genai import overlays
 
-        for place, overlay in overlays(result).items():
-            file = folder / place / "overlay.json"
+        for target, overlay in overlays(result).items():
+            file = folder / target / "overlay.json"
             file.parent.mkdir(parents=True, exist_ok=True)
             text = f"{json.dumps(overlay, indent=2)}\n"
             file.write_text(text, encoding="utf-8", newline="\n")
-            files[f"{place}/{file.name}"] = record_file(file)
+            files[f"{target}/{file.name}"] = record_file(file)
     for name, path in modules.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
