@@ -60,7 +60,7 @@ def compile_context(
     provider = target.provider
     key = None if model is None else model.key
     refused = partial(refused_nodes, prepared, target)
-    with explained(provider, lambda: _graph(prepared), key, refused):
+    with explaining(provider, lambda: _graph(prepared), key, refused):
         try:
             _compile(prepared, result, target, session_options or {})
         except Exception as error:
@@ -237,7 +237,7 @@ def _optimize_for_no_ep(
 
 
 @contextlib.contextmanager
-def explained(
+def explaining(
     provider: Provider,
     graph_of: Callable[[], onnx.GraphProto],
     key: Key | None = None,

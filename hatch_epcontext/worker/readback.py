@@ -14,7 +14,7 @@ from hatch_epcontext.graph.external import external_data, stays_inside
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, NodeFacts
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.worker.reasons import ask, explained
+from hatch_epcontext.worker.reasons import ask, with_reasons
 from hatch_epcontext.worker.results import Context, Coverage
 
 
@@ -70,7 +70,7 @@ def _read_context(
     facts = tuple(_node_facts(node, open_values) for node in uncovered)
     if facts:
         logged = ask(prepared, target)
-        facts = explained(facts, logged, source.graph, onnx_model.graph, provider)
+        facts = with_reasons(facts, logged, source.graph, onnx_model.graph, provider)
     return Context(
         model=model.name,
         model_file=result.name,

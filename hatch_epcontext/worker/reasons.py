@@ -30,7 +30,7 @@ _COMPUTE_NOTHING = {"session.disable_model_compile": "1"}
 """With this option ONNX Runtime queries the EP for the nodes that it can compile, and compiles none."""
 
 
-def explained(
+def with_reasons(
     nodes: Collection[NodeFacts],
     logged: Mapping[str, str],
     source: onnx.GraphProto,
@@ -66,7 +66,7 @@ def refused_nodes(prepared: Path, target: Target) -> str:
     names = logged.keys() | _beyond_limits(typed, provider).keys()
     # Other nodes are in no file: ONNX Runtime has inserted them since.
     refused = [NodeFacts(n.name, graph.operator(n)) for n in main.node if n.name in names]
-    explanations = explained(refused, logged, main, typed, provider)
+    explanations = with_reasons(refused, logged, main, typed, provider)
     return f"It refuses {'; '.join(describe_nodes(explanations))}." if refused else ""
 
 

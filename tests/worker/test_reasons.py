@@ -10,7 +10,7 @@ import pytest
 from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import reasons
-from hatch_epcontext.worker.reasons import ask, explained, refused_nodes
+from hatch_epcontext.worker.reasons import ask, refused_nodes, with_reasons
 from tests.conftest import needs_qnn
 from tests.models import interrupted, network, parsed, save
 from tests.worker.actions.test_compile import X_ELITE, target
@@ -19,7 +19,7 @@ from tests.worker.actions.test_compile import X_ELITE, target
 def explain(text: str, logged: Mapping[str, str]) -> list[NodeFacts]:
     graph = parsed(text, check=False).graph
     uncovered = [NodeFacts(node.name, node.op_type) for node in graph.node]
-    return list(explained(uncovered, logged, graph, graph, PROVIDERS["qnn"]))
+    return list(with_reasons(uncovered, logged, graph, graph, PROVIDERS["qnn"]))
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ _STOPPED = 0xC000013A
 """The exit code of a process on Windows that was ended by Ctrl-C, Ctrl-Break or the end of its console."""
 
 
-def explained(error: BuildError, log: WorkerLog, memory_limit: int | None) -> BuildError:
+def by_causes(error: BuildError, log: WorkerLog, memory_limit: int | None) -> BuildError:
     """``error``, with which a worker ended, by its causes."""
     causes = [_by_cause(error, problem, log, memory_limit) for problem in error.problems]
     accident = next((cause for cause in causes if isinstance(cause, AccidentError)), error)

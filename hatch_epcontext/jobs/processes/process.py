@@ -22,7 +22,7 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.jobs.processes.failures import (
     LOG_LIMIT,
     WorkerLog,
-    explained,
+    by_causes,
     failed,
     flooded,
     interrupted,
@@ -283,7 +283,7 @@ class Worker:
             except ValueError as invalid:
                 reason = f"the worker's reply cannot be read: {invalid}."
                 error = CrashError(Problem(Kind.WORKER_CRASHED, "", reason))
-            raise explained(error, log, limit)
+            raise by_causes(error, log, limit)
         except BuildError as error:
             raise error.located(location if step is None else "", step=step or "") from error
 

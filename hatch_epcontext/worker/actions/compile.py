@@ -20,7 +20,12 @@ from hatch_epcontext.graph.external import put_data
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.shipped import PREPARED
-from hatch_epcontext.worker.compiler import compile_buffers, compile_context, explained, optimize
+from hatch_epcontext.worker.compiler import (
+    compile_buffers,
+    compile_context,
+    explaining,
+    optimize,
+)
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
@@ -173,7 +178,7 @@ def _compile_buffers(request: CompileRequest, buffers: Mapping[str, str]) -> Non
         message = open_dimension_message(tensors, provider.ep)
         raise ModelError(Problem(Kind.OPEN_DIMENSION, "", message, "Give the model fixed shapes."))
     data = {location: Path(file).read_bytes() for location, file in buffers.items()}
-    with explained(provider, lambda: source.graph):
+    with explaining(provider, lambda: source.graph):
         compiled = compile_buffers(path.read_bytes(), data, request.target)
     context = onnx.load_model_from_string(compiled)
     keep_metadata(source, context)

@@ -195,7 +195,9 @@ class Emulator:
         read_data(self._prepared, self._path.parent)
         widen(self._prepared)
         graph.name_nodes(self._prepared.graph)
-        emulated = with_reads(self._rounded(self._prepared), self._reference.facts.selections.rest)
+        emulated = with_reads(
+            self._in_format(self._prepared), self._reference.facts.selections.rest
+        )
         session = open_unoptimized(emulated.SerializeToString())
         self.levels = [self._level(session, run) for run in self._reference.runs]
         self._emulated = (*self.levels,)
@@ -396,9 +398,9 @@ class Emulator:
     @cached_property
     def _inexact(self) -> ort.InferenceSession | None:
         """The same in the number format."""
-        return _open(self._rounded(exposed(self._prepared, self._types)))
+        return _open(self._in_format(exposed(self._prepared, self._types)))
 
-    def _rounded(self, model: onnx.ModelProto) -> onnx.ModelProto:
+    def _in_format(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """A copy of ``model`` that rounds to the format where the EP computes it."""
         copy = onnx.ModelProto()
         copy.CopyFrom(model)

@@ -404,7 +404,7 @@ def with_noise(path: Path, expected: Reference) -> Reference:
     step("measuring the noise of the source model")
     rng, runs = np.random.default_rng(1), []
     for run in expected.runs:
-        feeds = ({name: _rounded(array, rng) for name, array in fed.items()} for fed in run.steps)
+        feeds = ({name: _noisy(array, rng) for name, array in fed.items()} for fed in run.steps)
         runs.append(replace(run, steps=tuple(feeds)))
     outputs = dict(expected.facts.outputs)
     with temp_dir() as folder:
@@ -429,13 +429,13 @@ def open_rounded(path: Path, folder: Path, options: ort.SessionOptions) -> ort.I
     for tensor in onnx_model.graph.initializer:
         # A few numbers may be sizes, such as those of a Resize, which must not change.
         if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW_VALUES:
-            rounded = _rounded(onnx.numpy_helper.to_array(tensor), rng)
+            rounded = _noisy(onnx.numpy_helper.to_array(tensor), rng)
             tensor.CopyFrom(onnx.numpy_helper.from_array(rounded, tensor.name))
     save_whole(onnx_model, folder / "rounded.onnx")
     return open_session(folder / "rounded.onnx", options)
 
 
-def _rounded(array: Array, rng: np.random.Generator) -> Array:
+def _noisy(array: Array, rng: np.random.Generator) -> Array:
     """``array`` with rounding errors, if it is float32."""
     if array.dtype != np.float32:
         return array

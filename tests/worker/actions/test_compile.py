@@ -18,7 +18,7 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions import prepare as prepare_worker
-from hatch_epcontext.worker.compiler import compile_context, explained
+from hatch_epcontext.worker.compiler import compile_context, explaining
 from hatch_epcontext.worker.requests import (
     CompileReply,
     CompileRequest,
@@ -258,7 +258,7 @@ def test_an_error_of_the_compiler_is_explained_with_what_chooses_a_branch(
     graph = choosing(dtype)
     with (
         pytest.raises(BuildError) as raised,
-        explained(PROVIDERS[ep], lambda: graph, key),
+        explaining(PROVIDERS[ep], lambda: graph, key),
     ):
         raise RuntimeError(error)
     (problem,) = raised.value.problems
