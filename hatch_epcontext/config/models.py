@@ -117,7 +117,7 @@ def _forms(model: Model, table: ModelTable) -> Iterator[Model]:
             others = {other: _first(getattr(table, other)) for other in _SIZES if other != key}
             for index, size in enumerate(listed):
                 name = f"{model.name}.{suffix(size, tuple(listed[0]))}"
-                sizes = {key: size, **others, "sizes": model.key / key / index}
+                sizes = {key: size, **others, "size_key": model.key / key / index}
                 yield dataclasses.replace(model, name=name, **sizes)
             return
     yield dataclasses.replace(model, dims=_first(table.dims), shapes=_first(table.shapes))

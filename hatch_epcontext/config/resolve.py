@@ -367,8 +367,8 @@ def _check_model_names(models: Sequence[Model]) -> Diagnosed[None]:
     yield from check_groups(models)
     for model in models:
         is_valid = not any(check_name(model.key, model.configured_name))
-        if model.shape_set is not None and model.sizes is not None and is_valid:
-            yield from check_name(model.sizes, model.name)
+        if model.shape_set is not None and model.size_key is not None and is_valid:
+            yield from check_name(model.size_key, model.name)
 
 
 def _check_duplicates(named: Iterable[tuple[Key, str]], what: str) -> Diagnosed[None]:

@@ -203,7 +203,7 @@ class Model:
 
     ``path`` is absolute; with a ``cut`` or ``constants`` it is that of the whole model until a build has
     written the model that they make of it; ``origin`` is then that of the whole model. ``key`` is
-    the model's place in the configuration, and ``sizes`` that of its table in a list of sizes. With
+    the model's place in the configuration, and ``size_key`` that of its table in a list of sizes. With
     ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of the dummy
     inputs. ``shape_set``: all shapes of the same model, None for a model with one. ``license``: its SPDX
     license expression. ``validate.inputs`` is one of `SYNTHETIC`, or an absolute path. ``download``: where
@@ -224,7 +224,7 @@ class Model:
     validate: ValidateTable = ValidateTable()
     targets: tuple[Target, ...] = ()
     static_shapes: bool = True
-    sizes: Key | None = None
+    size_key: Key | None = None
     share_weights: str | None = None
     shape_set: ShapeSet | None = None
     fallback: Fallback = "auto"
@@ -239,8 +239,8 @@ class Model:
 
     def place(self, name: str) -> Key:
         """The place of ``dims`` or ``shapes`` in the configuration: of its table, if they are a list."""
-        is_listed = self.sizes is not None and self.sizes.parts[-2] == name
-        return self.sizes if self.sizes and is_listed else self.key / name
+        is_listed = self.size_key is not None and self.size_key.parts[-2] == name
+        return self.size_key if self.size_key and is_listed else self.key / name
 
     def on(self, target: Target) -> Model:
         """The model of a job for ``target``."""

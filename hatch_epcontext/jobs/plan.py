@@ -19,7 +19,7 @@ FORMAT = 20
 
 _NOT_COMPILED = frozenset(
     {
-        *("path", "key", "listed", "validate", "targets", "share_weights"),
+        *("path", "key", "size_key", "validate", "targets", "share_weights"),
         *("shape_set", "fallback", "cut", "license", "download", "origin", "genai"),
         *("companion", "modules", "content"),
     }

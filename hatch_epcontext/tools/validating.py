@@ -129,7 +129,7 @@ def validate_context(
     config = configure({name: source or context}, known.name, nested(_REQUIRED, settings))
     planned = plan(config.on_this_machine)
     if len(planned.config.models) > 1:
-        key = Key() / str(next(m.sizes.parts[-2] for m in planned.config.models if m.sizes))
+        key = Key() / str(next(m.size_key.parts[-2] for m in planned.config.models if m.size_key))
         message = "has several shapes, and an artifact has only one."
         raise ConfigError(
             Problem.at(key, Kind.NOT_APPLICABLE, message, "Keep the one that it has.")

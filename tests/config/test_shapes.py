@@ -45,7 +45,11 @@ def test_each_shape_is_a_model_and_open_targets_have_one_of_the_configured_name(
     assert (small.shapes, large.shapes) == ({"x": (1, 3, 320, 320)}, {"x": (1, 3, 640, 640)})
     assert plain.shapes == small.shapes
     shapes = small.key / "shapes"
-    assert [each.sizes for each in (small, large, plain)] == [shapes / 0, shapes / 1, shapes / 0]
+    assert [model.size_key for model in (small, large, plain)] == [
+        shapes / 0,
+        shapes / 1,
+        shapes / 0,
+    ]
     shape_set = ShapeSet("det", ("det.1x3x320x320", "det.1x3x640x640"), ("npu", "cpu", "intel"))
     assert small.shape_set == shape_set
     assert small.shape_set is large.shape_set is plain.shape_set

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hatch_epcontext.config.settings import CompileSettings
+from hatch_epcontext.config.settings import CompileSettings, Model
 from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
-from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.plan import _NOT_COMPILED, Job, model_settings, plan
 from tests.results import configured
 
 SHA256 = ["00"]
+
+SIZED = 'targets.npu.provider = "qnn"\nmodels = [{}{{ path = "models/a.onnx", dims = [{}] }}]\n'
 
 CHANGED: dict[str, Any] = {
     "provider": "other",
@@ -83,6 +87,32 @@ def test_what_is_fixed_in_a_model_counts_and_where_it_is_and_how_it_is_validated
     (model,) = job.models
     changed = dataclasses.replace(job, models=(dataclasses.replace(model, **changes),))
     assert (changed.key(SHA256) != job.key(SHA256)) is counts
+
+
+def test_where_a_model_and_its_sizes_are_listed_does_not_count(
+    project: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere" / "other"
+    shutil.copytree(project, elsewhere)
+
+    def keys_of_a(root: Path, toml: str) -> dict[str, str]:
+        jobs = plan(configured(root, toml)).jobs
+        return {job.name: job.key(SHA256) for job in jobs if job.name != "b"}
+
+    keys = keys_of_a(project, SIZED.format("", "{ n = 1 }, { n = 2 }"))
+    assert keys.keys() == {"a.n1", "a.n2"}
+    moved = SIZED.format('"models/b.onnx", ', "{ n = 2 }, { n = 1 }")
+    assert keys_of_a(project, moved) == keys
+    assert keys_of_a(elsewhere, moved) == keys
+
+
+def test_what_counts_has_no_path_and_no_key_of_the_configuration(project: Path) -> None:
+    assert {field.name for field in dataclasses.fields(Model)} >= _NOT_COMPILED
+    jobs = plan(configured(project, SIZED.format("", "{ n = 1 }, { n = 2 }"))).jobs
+    for job in jobs:
+        hashed = repr(([model_settings(model) for model in job.models], job.target.settings))
+        assert not re.search(r"\b(Key|\w*Path)\(", hashed)
+        assert str(project) not in hashed
 
 
 def test_contents_and_members_change_the_fingerprint(job: Job) -> None:
