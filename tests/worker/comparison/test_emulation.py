@@ -228,6 +228,25 @@ def test_a_disagreement_is_explained_by_the_emulation(
     assert message in problem.message
 
 
+@pytest.mark.parametrize(
+    ("least", "words"), [(1.0, "Log log has an error of "), (4.0, "Log log is 0 above 2")]
+)
+def test_a_known_fault_is_named_only_where_a_value_has_it(
+    tmp_path: Path, least: float, words: str
+) -> None:
+    made = parsed(
+        """(float[1, 16] x) => (float[1, 16] y) <float scale = {1e-3}> {
+            positive = Relu (x)
+            small = Mul (positive, scale)
+            logged = Add (small, least)
+            [log] y = Log (logged) }""",
+        least=np.float32(least),
+    )
+    fault = Fault("Log", "is 0 above 2", low=2.0, high=1e5, gives=0.0)
+    found = emulator(made, tmp_path, replace(FLOAT16, faults=(fault,)))
+    assert (found.first_diverging(found.levels[0].run) or "").startswith(words)
+
+
 def detector() -> onnx.ModelProto:
     """``x`` -> the rows that a NonMaxSuppression selects of 300 boxes in three classes."""
     return parsed(
