@@ -61,6 +61,7 @@ _OF_THE_EP = (
 )
 """What to do about a language model in another form."""
 
+_CUDA = "libcuda.so.1"
 _DRIVER = (
     "Install the libraries of NVIDIA's driver, which need no GPU here: libcuda1 from Debian's non-free, or "
     "libnvidia-compute-<release> from Ubuntu. Or compile with the EP on an RTX GPU: remove chip."
@@ -163,29 +164,23 @@ def _register_plugins(trt: Any, target: Target, operators: Sequence[str]) -> Non
     assert library is not None
     assert plugin is not None
     trt.get_plugin_registry()
-    if missing := _missing_plugins(plugin.module, listing(library.plugin_requirements)):
-        message = f"TensorRT RTX has no plugins for {listing(operators)}: {missing[0]}."
-        raise UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, missing[1]))
-
-
-def _missing_plugins(module: str, package: str) -> tuple[str, str] | None:
-    """Why the plugins in ``module`` cannot be registered, and what to do; None if they are."""
-    hint = f"Install {package}."
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return f"{module} is not installed", hint
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return str(error), _DRIVER
-    try:
-        for name in ("libcudart.so.*", "libtensorrt_plugins.so"):
-            plugins = ctypes.CDLL(str(next(Path(spec.origin).parent.glob(name), name)))
-    except OSError as error:
-        return str(error), hint
-    register = plugins.initLibNvTensorRTRtxPlugins
-    register.argtypes, register.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_bool
-    return None if register(None, b"") else ("they cannot be registered", hint)
+    reason = f"{plugin.module} is not installed"
+    hint, name = f"Install {listing(library.plugin_requirements)}.", ""
+    spec = importlib.util.find_spec(plugin.module)
+    if spec is not None and spec.origin is not None:
+        try:
+            for name in (_CUDA, "libcudart.so.*", "libtensorrt_plugins.so"):
+                plugins = ctypes.CDLL(str(next(Path(spec.origin).parent.glob(name), name)))
+        except OSError as error:
+            reason, hint = str(error), _DRIVER if name == _CUDA else hint
+        else:
+            register = plugins.initLibNvTensorRTRtxPlugins
+            register.argtypes, register.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_bool
+            if register(None, b""):
+                return
+            reason = "they cannot be registered"
+    message = f"TensorRT RTX has no plugins for {listing(operators)}: {reason}."
+    raise UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint))
 
 
 def _refuse_without_heads(fused: Sequence[onnx.NodeProto]) -> None:

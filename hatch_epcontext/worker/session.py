@@ -298,15 +298,16 @@ def load(plugin: Plugin, ep: str | None) -> list[Any]:
     before = {device.ep_name for device in ort.get_ep_devices()}
     library = plugin.path
     try:
-        library = library or library_of(plugin.module)
+        library = library_of(plugin)
         ort.register_execution_provider_library(plugin.registration_name, library)
     except Exception as error:
         raise UnavailableError(_registration_problem(plugin, ep, error, Path(library))) from error
     return [device for device in ort.get_ep_devices() if device.ep_name not in before]
 
 
-def library_of(module: str) -> str:
-    return str(importlib.import_module(module).get_library_path())
+def library_of(plugin: Plugin) -> str:
+    """The path of the library of ``plugin``; raises what importing its package raises."""
+    return plugin.path or str(importlib.import_module(plugin.module).get_library_path())
 
 
 def _registration_problem(

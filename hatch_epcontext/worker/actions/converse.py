@@ -44,8 +44,7 @@ def handle(request: ConverseRequest) -> tuple[Answer, ...]:
     del model
     step("answering prompts with what was compiled")
     plugin = request.plugin
-    library = plugin.path or library_of(plugin.module)
-    genai.register_execution_provider_library(plugin.registration_name, library)
+    genai.register_execution_provider_library(plugin.registration_name, library_of(plugin))
     model, answers = _open(genai, request.folder, request.compiled), list[Answer]()
     start = time.monotonic()
     for prompt, (reference, tokens) in zip(prompts, expected, strict=True):

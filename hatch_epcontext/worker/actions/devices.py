@@ -69,7 +69,7 @@ def _missing_in_package(plugin: Plugin) -> list[str]:
     An EP loads them when it begins to compile, and then often reports only that it compiles no node.
     """
     needed: dict[MissingLibrary, list[str]] = {}
-    library = Path(library_of(plugin.module))
+    library = Path(library_of(plugin))
     for path in sorted(library.parent.glob(f"*{library.suffix}")):
         # Not the error of the NPU's own libraries, which are for another processor.
         for lacking in missing_for(path):
