@@ -470,8 +470,8 @@ class Emulator:
             return f"{name} reaches {_number(largest)}; {format_.name} ends at {_number(ends)}"
         for fault in format_.faults_of(graph.operator(node)):
             if fault.gives is not None and applies(fault, node, self.scope):
-                fed = inner.rounded.get(node.input[fault.operand])
-                if fed is not None and ((fed >= fault.low) & (fed <= fault.high)).any():
+                fed = np.asarray(inner.rounded.get(node.input[fault.operand], ()), np.float64)
+                if ((fed >= fault.low) & (fed <= fault.high)).any():
                     return f"{name} {fault.text}"
         return f"{name} has an error of {min(100 * inner.behind(node), 100):.2g} %"
 
