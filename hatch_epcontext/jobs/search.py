@@ -232,7 +232,7 @@ class Attempt:
             return
         elif refused.step == "prepare":
             for problem in refused.problems:
-                yield f"{self.recipe.simplifier} failed: {' '.join(problem.message.splitlines())}"
+                yield f"{self.recipe.simplifier} failed: {' '.join(problem.message.split())}"
             return
         else:
             names += refused.rewrites

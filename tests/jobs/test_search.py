@@ -416,14 +416,14 @@ def test_what_leaves_the_least_control_flow_is_compiled_in_the_end() -> None:
 
 
 def test_what_else_was_tried_is_noted() -> None:
-    crash = refused("prepare", Kind.WORKER_CRASHED)
+    crash = refused("prepare", Kind.WORKER_CRASHED, "it fails:\n  y  cosine   0.8")
     ep = Ep(
         {"plain": crash, "onnxslim": ("GRU", "If"), "onnxslim unroll": (), "unfused onnxslim": ()},
         {"onnxslim unroll": WRONG},
     )
     (win,) = ep.finish(search_for(min_coverage=0.5)).winners.values()
     assert win.tried[:3] == (
-        "onnxruntime failed: it fails.",
+        "onnxruntime failed: it fails: y cosine 0.8",
         "Clip: it differs",
         "unroll: the output 'y' differs from the CPU's",
     )
