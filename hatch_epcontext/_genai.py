@@ -67,11 +67,11 @@ def genai_folder(
     assert __package__, "this module is in the package with the models"
     loader: Any = importlib.import_module(__package__)
     request = loader.Request(target, device, package=package, windows_ml=windows_ml)
-    ways, request = loader._prepare(name, request)  # noqa: SLF001
+    candidates, request = loader._resolve_request(name, request)  # noqa: SLF001
     # The stages of a pipeline are models of their own, after the source.
-    ways.sort(key=lambda way: way[0][0].target == loader.SOURCE)
+    candidates.sort(key=lambda candidate: candidate[0][0].target == loader.SOURCE)
     attempts = []
-    for (variant, *_), _ in ways:
+    for (variant, *_), _ in candidates:
         root, is_source = variant.package.root, variant.target == loader.SOURCE
         # In an editable install the source is the project's own.
         folder = root / variant.folder if is_source else root / name
@@ -82,7 +82,7 @@ def genai_folder(
                 raise variant.problem  # noqa: TRY301
             overlay = json.loads((root / name / variant.target / _OVERLAY).read_bytes())
             if not is_source:
-                _prepare(loader.Opener(variant, request), overlay)
+                _register_ep(loader.Opener(variant, request), overlay)
         except (ImportError, loader.SkipTargetError) as error:
             outcome, reason = loader.Outcome.SKIPPED, str(error)
         except Exception as error:
@@ -94,7 +94,7 @@ def genai_folder(
     raise loader.LoadError(f"the model {name!r} cannot be opened on this machine:", attempts)
 
 
-def _prepare(opener: Any, overlay: dict[str, Any]) -> None:
+def _register_ep(opener: Any, overlay: dict[str, Any]) -> None:
     """Check that the device is there, register its EP, and complete the options in ``overlay``."""
     variant = opener.variant
     variant.package.on_disk(variant)

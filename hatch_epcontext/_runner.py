@@ -25,15 +25,20 @@ class Runner:
     """
 
     def __init__(
-        self, loader: Any, name: str, ways: Sequence[tuple[list[Variant], Any]], request: Request
+        self,
+        loader: Any,
+        name: str,
+        candidates: Sequence[tuple[list[Variant], Any]],
+        request: Request,
     ) -> None:
-        self._loader, self._name, self._ways, self._request = loader, name, ways, request
+        self._loader, self._name, self._request = loader, name, request
+        self._candidates = candidates
         self._lock, self._runs = threading.Lock(), Counter[str]()
         self._opened: dict[tuple[int, Any], tuple[TargetAttempt, Any]] = {}
         # The axis of the batch in each input and output; empty if it is not split.
-        batches = (variant.batch for sizes, _ in ways for variant in sizes)
+        batches = (variant.batch for variants, _ in candidates for variant in variants)
         self._axes: Mapping[str, Mapping[str, int]] = next(filter(None, batches), {})
-        sessions = (self._open(sizes[0], way) for sizes, way in ways)
+        sessions = (self._open(variants[0], method) for variants, method in candidates)
         if (first := next(filter(None, sessions), None)) is None:
             message = f"the model {name!r} cannot be opened on this machine:"
             raise loader.LoadError(message, self.explain())
@@ -83,7 +88,7 @@ class Runner:
         return [a._replace(reason=f"{a.reason}{runs.get(a, '')}") for a in tried]
 
     def _value(self, value: Any, kind: str) -> SimpleNamespace:
-        variants = [variant for sizes, _ in self._ways for variant in sizes]
+        variants = [v for variants, _ in self._candidates for v in variants]
         shapes = [getattr(variant, kind).get(value.name) or value.shape for variant in variants]
         batch = self._axes.get(kind, {}).get(value.name)
         shape = [
@@ -96,21 +101,22 @@ class Runner:
         self, arrays: Mapping[str, Any], axes: Mapping[str, int], rows: int
     ) -> tuple[Variant, Any, int]:
         """What runs next: the variant, its session, and how many of the ``rows`` that are left it takes."""
-        for sizes, way in self._ways:
-            fitting = [(variant, _rows(variant, arrays, axes, rows)) for variant in sizes]
+        for variants, method in self._candidates:
+            fitting = [(variant, _rows(variant, arrays, axes, rows)) for variant in variants]
             for variant, number in sorted(fitting, key=lambda pair: -pair[1]):
-                if number >= 0 and (session := self._open(variant, way)):
+                if number >= 0 and (session := self._open(variant, method)):
                     return variant, session, number
         shapes = {name: array.shape for name, array in arrays.items()}
-        inputs = dict.fromkeys(str(v.inputs) for sizes, _ in self._ways for v in sizes if v.inputs)
-        message = f"no target of {self._name!r} takes {shapes}; its sizes are {', '.join(inputs)}:"
+        every = (variant.inputs for variants, _ in self._candidates for variant in variants)
+        inputs = ", ".join(dict.fromkeys(map(str, filter(None, every))))
+        message = f"no target of {self._name!r} takes {shapes}; its sizes are {inputs}:"
         raise self._loader.LoadError(message, self.explain())
 
-    def _open(self, variant: Variant, way: Any) -> Any:
-        key = id(variant), way
+    def _open(self, variant: Variant, method: Any) -> Any:
+        key = id(variant), method
         with self._lock:
             if key not in self._opened:
-                attempt, session = self._loader.open_variant(way, [variant], self._request)
+                attempt, session = self._loader.open_variant(method, [variant], self._request)
                 level = "warning" if attempt.outcome == "failed" else "info"
                 self._loader.log(level, f"{self._name} on {attempt}")
                 self._opened[key] = attempt, session

@@ -141,15 +141,15 @@ def load(
     """
     arguments = (target, device, shapes, fallback, recompile, verify, package)
     more = (session_options, provider_options, fallback_providers, windows_ml)
-    ways, request = _prepare(name, Request(*arguments, *more))
+    candidates, request = _resolve_request(name, Request(*arguments, *more))
     attempts: list[TargetAttempt] = []
     session = None
-    for sizes, way in ways:
+    for variants, method in candidates:
         if session is not None:
-            if attempts[-1].target != sizes[0].target:
-                attempts.append(TargetAttempt(sizes[0].target, Outcome.NOT_TRIED))
+            if attempts[-1].target != variants[0].target:
+                attempts.append(TargetAttempt(variants[0].target, Outcome.NOT_TRIED))
             continue
-        attempt, session = open_variant(way, sizes, request)
+        attempt, session = open_variant(method, variants, request)
         # Without its device a target can be compiled as little as opened.
         if attempt not in attempts:
             log("warning" if attempt.outcome is Outcome.FAILED else "info", f"{name} on {attempt}")
@@ -160,8 +160,10 @@ def load(
     return session
 
 
-def _prepare(name: str, request: Request) -> tuple[list[tuple[list[Variant], Any]], Request]:
-    """What `_choose` returns, and the request with what wins over the arguments of `load`."""
+def _resolve_request(
+    name: str, request: Request
+) -> tuple[list[tuple[list[Variant], Any]], Request]:
+    """The candidates to try, in order, and the request with what wins over the arguments of `load`."""
     if request.windows_ml:
         _register_ready()
     forced, shapes = os.environ.get("EPCONTEXT_DEVICE"), request.shapes or {}
@@ -170,16 +172,16 @@ def _prepare(name: str, request: Request) -> tuple[list[tuple[list[Variant], Any
         where = "EPCONTEXT_DEVICE" if forced else "device"
         raise LoadError(f"{where} must be one of {get_args(Device)}, not {device!r}")
     _use_once(request.session_options)
-    sizes = {name: tuple(map(operator.index, shape)) for name, shape in shapes.items()}
+    shapes = {name: tuple(map(operator.index, shape)) for name, shape in shapes.items()}
     options = request.provider_options or {}
-    request = request._replace(device=device, shapes=sizes, provider_options=options)
+    request = request._replace(device=device, shapes=shapes, provider_options=options)
     read = _package(request.package, request.verify)
     if override := os.environ.get("EPCONTEXT_TARGET"):
         if any(override in (v.target, *v.configured) for v in read.models.get(name, ())):
             request = request._replace(target=override)
         else:
             log("warning", f"{name} has no target {override!r} (EPCONTEXT_TARGET)")
-    return _choose(read, name, request), request
+    return _list_candidates(read, name, request), request
 
 
 def _use_once(session_options: SessionOptions | Callable[[], SessionOptions] | None) -> None:
@@ -202,9 +204,9 @@ def runner(name: str, **arguments: Any) -> Any:
     It has ``run``, ``get_inputs`` and ``get_outputs`` of a session, and ``explain``. ``session_options`` must
     be a function if several sizes run. Raises LoadError as `load` does.
     """
-    ways, request = _prepare(name, Request(**arguments))
+    candidates, request = _resolve_request(name, Request(**arguments))
     module = importlib.import_module("._runner", __package__)
-    return module.Runner(sys.modules[__name__], name, ways, request)
+    return module.Runner(sys.modules[__name__], name, candidates, request)
 
 
 @_typed_as(load)
@@ -234,8 +236,9 @@ def path(name: str, target: str | None = None, *, package: Folder | None = None)
 
     ``target`` is the first of the model's targets by default. Raises LoadError as `load` does.
     """
-    ways = _choose(_package(package), name, Request(target, shapes={}))
-    variant = min((sizes[0] for sizes, _ in ways), key=lambda first: first.problem is not None)
+    candidates = _list_candidates(_package(package), name, Request(target, shapes={}))
+    firsts = (variants[0] for variants, _ in candidates)
+    variant = min(firsts, key=lambda first: first.problem is not None)
     if variant.problem is not None:
         raise LoadError(f"{name!r} on {variant.target}: {variant.problem}")
     yield variant.package.on_disk(variant)
@@ -539,13 +542,8 @@ def _found(variant: Variant, request: Request) -> Variant:
         return variant
 
 
-def _choose(
-    package: Package, name: str, request: Request
-) -> list[tuple[list[Variant], Callable[..., Any]]]:
-    """The targets to try, in order: the sizes of each, the best first, and the function that opens it.
-
-    Raises LoadError for a model, a target or an input that the package does not have.
-    """
+def _targets_to_try(package: Package, name: str, request: Request) -> list[str]:
+    """The names of the targets to try, in order. Raises LoadError for what the package does not have."""
     if name not in package.models:
         raise LoadError(f"unknown model {name!r}. Known: {', '.join(package.models) or 'none'}.")
     variants, target = package.models[name], request.target
@@ -559,31 +557,42 @@ def _choose(
     if target is not None and target not in known:
         raise LoadError(f"unknown target {target!r}. Known: {', '.join(known) or 'none'}.")
     # An editable install may have source models alone.
-    if (
-        request.recompile
-        and known != [SOURCE]
-        and not any(v.prepared or v.module for v in variants)
-    ):
+    can_recompile = known == [SOURCE] or any(v.prepared or v.module for v in variants)
+    if request.recompile and not can_recompile:
         raise LoadError(f"recompile needs a target of {name!r} with recompile = true")
-    targets = [target for target in known if request.fallback or target != SOURCE]
+    targets = [known_target for known_target in known if request.fallback or known_target != SOURCE]
     targets = targets if target is None else [target]
     if not targets:
         raise LoadError(f"the model {name!r} has no targets in {package.root}")
-    variants = [_found(variant, request) for variant in variants if variant.target in targets]
+    return targets
+
+
+def _list_candidates(
+    package: Package, name: str, request: Request
+) -> list[tuple[list[Variant], Callable[..., Any]]]:
+    """For each target to try, in order: its variants, the best size first, and the method that opens them.
+
+    Raises LoadError for a model, a target or an input that the package does not have.
+    """
+    targets = _targets_to_try(package, name, request)
+    variants = [_found(v, request) for v in package.models[name] if v.target in targets]
+    # Of a companion that is not installed they are unknown.
+    inputs = next((variant.inputs for variant in variants if variant.inputs), {})
     for input_name, shape in request.shapes.items():
-        inputs = variants[0].inputs
         sizes = inputs.get(input_name, [])
         if inputs and sizes is not None and len(sizes) != len(shape):
             raise LoadError(
                 f"{name!r} has the inputs {inputs}, and shapes gives {input_name!r} {shape}"
             )
     if request.shapes:
-        variants = sorted(
-            variants, key=lambda variant: (not variant.fits(request), variant.elements)
-        )
-    chosen = [[variant for variant in variants if variant.target == target] for target in targets]
-    ways = [Opener.open_shipped, Opener.open_compiled][: 1 + request.recompile]
-    return [(sizes, way) for sizes in chosen for way in ways if way is ways[0] or sizes[0].prepared]
+        variants.sort(key=lambda variant: (not variant.fits(request), variant.elements))
+    candidates: list[tuple[list[Variant], Callable[..., Any]]] = []
+    for target in targets:
+        of_target = [variant for variant in variants if variant.target == target]
+        candidates.append((of_target, Opener.open_shipped))
+        if request.recompile and of_target[0].prepared:
+            candidates.append((of_target, Opener.open_compiled))
+    return candidates
 
 
 def log(level: str, message: str) -> None:
@@ -592,22 +601,24 @@ def log(level: str, message: str) -> None:
     getattr(logging.getLogger(__name__), level)(message, stacklevel=2)
 
 
-def open_variant(way: Any, sizes: list[Variant], request: Request) -> tuple[TargetAttempt, Any]:
-    """Open the first of these ``sizes``; return the attempt, and the session or None."""
-    variant = sizes[0]
+def open_variant(
+    method: Any, variants: list[Variant], request: Request
+) -> tuple[TargetAttempt, Any]:
+    """Open the first of ``variants`` by a ``method`` of `Opener`: the attempt, and the session or None."""
+    variant = variants[0]
     try:
         if variant.problem is not None:
             raise variant.problem  # noqa: TRY301
         if not variant.fits(request):
-            shapes = ", ".join(str(other.inputs) for other in sizes)
+            shapes = ", ".join(str(other.inputs) for other in variants)
             raise SkipTargetError(f"none of its shapes is large enough: {shapes}")  # noqa: TRY301
-        session, runs_on = way(Opener(variant, request))
+        session, runs_on = method(Opener(variant, request))
     except (ImportError, SkipTargetError) as error:
         return TargetAttempt(variant.target, Outcome.SKIPPED, str(error)), None
     except Exception as error:
         # Of any kind: a device that has vanished makes onnxruntime raise even MemoryError.
         what = "" if isinstance(error, LoadError) else f"{type(error).__name__}: "
-        when = "" if way is Opener.open_shipped else "compiling it on this machine: "
+        when = "" if method is Opener.open_shipped else "compiling it on this machine: "
         return TargetAttempt(variant.target, Outcome.FAILED, f"{when}{what}{error}"), None
     session.epcontext_target = variant.target
     return TargetAttempt(variant.target, Outcome.OPENED, runs_on), session

@@ -79,6 +79,10 @@ def test_targets_of_the_app_and_of_companions_are_tried_in_the_configured_order(
     assert "my_cpu" not in sys.modules
     with app.path("a") as file:
         assert file == folder / "a/cpu/a_optimized.onnx"
+    for wrong in ({"X": (1, 1, 8, 8)}, {"x": (1, 8, 8)}):
+        # Of the first target, which is not installed, no input is known.
+        with pytest.raises(app.LoadError, match=r"has the inputs \{'x': "):
+            app.load("a", shapes=wrong)
     monkeypatch.setenv("EPCONTEXT_TARGET", "cpu")
     assert outcomes(app.explain("a")) == [("cpu", "opened")]
     monkeypatch.setenv("EPCONTEXT_TARGET", "npu")
