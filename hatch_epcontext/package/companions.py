@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import quote, unquote, urldefrag, urljoin, urlsplit
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.requirements import Requirement
@@ -72,7 +72,8 @@ class Companion:
 def project_metadata(root: Path, table: Mapping[str, Any], *, by_hatch: bool) -> ProjectMetadata:
     """What METADATA of the project in ``root`` says; ``table`` is its ``[project]``.
 
-    Raises RequirementError if only the build back end knows it, and cannot be asked.
+    Raises ConfigError if hatchling cannot read it, and RequirementError if only another build back end knows
+    it, and cannot be asked.
     """
     if by_hatch or "optional-dependencies" in table:
         from hatchling.builders.wheel import WheelBuilder
@@ -80,7 +81,13 @@ def project_metadata(root: Path, table: Mapping[str, Any], *, by_hatch: bool) ->
         names = ("name", "dependencies", "optional-dependencies")
         static = {"version": "0", **{name: table[name] for name in names if name in table}}
         builder = WheelBuilder(str(root), config=None if by_hatch else {"project": static})
-        return ProjectMetadata.read(builder.config.core_metadata_constructor(builder.metadata))
+        try:
+            text = builder.config.core_metadata_constructor(builder.metadata)
+        except Exception as error:
+            # Of any kind: hatchling runs plugins of the project.
+            message = f"hatchling cannot read the project: {error}."
+            raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(root), message)) from error
+        return ProjectMetadata.read(text)
     with temp_dir() as folder:
         command = [sys.executable, "-c", _PREPARE, str(folder)]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -105,8 +112,8 @@ def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
     for name, key in config.companions.items():
         own, marker = named.get(name, []), _marker(config.of_wheel(name))
         extras = [e for r in own for e in re.findall(r'extra == "([^"]+)"', str(r.marker))]
-        pins = {re.fullmatch(r"==([^*,]+)", str(r.specifier)) and str(r.specifier) for r in own}
-        numbers = [n for r in own for n in re.findall(r"\d[^,*]*(?=,|$)", str(r.specifier))]
+        pins = {re.fullmatch(r"==[^=*,]+", str(r.specifier)) and str(r.specifier) for r in own}
+        numbers = [n for r in own for n in re.findall(r"\d[^.,*]*(?:\.[^.,*]+)*", str(r.specifier))]
         version = numbers[0] if numbers else "1"
         text = f"{name}=={version}" + (f"; {marker}" if marker else "")
         extra = extras[0] if extras else re.sub(f"^{re.escape(app)}-(models-)?", "", name)
@@ -232,7 +239,7 @@ def _is_same(wheel: Path, companion: Companion, place: str) -> bool:
     if fragment == f"sha256={file_sha256(wheel)}":
         return True
     with temp_dir() as folder:
-        earlier = Path(url)
+        earlier = Path(unquote(url))
         if "://" in url:
             earlier = folder / wheel.name
             try:
@@ -279,10 +286,10 @@ def _published(name: str, published: str) -> dict[Version, str]:
         addresses = re.findall(r"""<a\s[^>]*?href=["']([^"']+)["']""", text, re.IGNORECASE)
         links += (urljoin(page, html.unescape(link)) for link in addresses)
     else:
-        links += (file.as_posix() for file in Path(published).iterdir())
+        links += (quote(file.as_posix()) for file in Path(published).iterdir())
     for link in links:
         with contextlib.suppress(InvalidWheelFilename, InvalidVersion):
-            file = unquote(urldefrag(link).url.rpartition("/")[2])
+            file = unquote(urlsplit(link).path.rpartition("/")[2])
             package, version, *_ = parse_wheel_filename(file)
             if package == name:
                 wheels[version] = link

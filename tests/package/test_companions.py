@@ -65,7 +65,8 @@ def test_the_pins_say_versions_and_what_installs_them(config: Config) -> None:
         ([], "is not pinned by any extra", f': npu = ["my-app-models-npu==1; {WINDOWS}"]'),
         (["my-app-model-npu==3; extra == 'x'"], "is not pinned", 'Did you mean "my-app-model-npu"? Write in'),
         (["my-app-models-npu>=3; extra == 'x'"], "must be pinned with ==", 'x = ["my-app-models-npu==3;'),
-        (["my-app-models-npu==3.*; extra == 'x'"], "must be pinned with ==", "npu==1;"),
+        (["my-app-models-npu==3.*; extra == 'x'"], "must be pinned with ==", "npu==3;"),
+        (["my-app-models-npu===3; extra == 'x'"], "must be pinned with ==", "npu==3;"),
         (
             [f"my-app-models-npu=={n}; {WINDOWS} and extra == 'x{n}'" for n in (3, 4)],
             "to one version",

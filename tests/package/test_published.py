@@ -76,6 +76,17 @@ def test_a_back_end_that_is_not_installed_is_an_error(tmp_path: Path) -> None:
     assert "no_such" in str(raised.value.problems[0].log)
 
 
+def test_a_project_that_hatchling_refuses_is_an_error(tmp_path: Path) -> None:
+    table = {
+        "name": "my-app",
+        "optional-dependencies": {"cpu": ["my-app-models @ https://x.org/a"]},
+    }
+    with pytest.raises(
+        ConfigError, match=r"hatchling cannot read the project: .* direct reference"
+    ):
+        project_metadata(tmp_path, table, by_hatch=False)
+
+
 TOML = """
 models = ["models/a.onnx"]
 [targets.cpu]
@@ -120,14 +131,14 @@ def test_companions_with_the_same_models_are_found_in_a_folder_and_an_index(
     first, companion = build(config, "3")
     content = first.read_bytes()
     assert build(config, "3")[0].read_bytes() == content
-    old, page = tmp_path / "old", tmp_path / "index" / companion.name
+    old, page = tmp_path / "old #1", tmp_path / "index" / companion.name
     old.mkdir()
     assert published_version(first, companion, str(old)) is None
     assert published_version(first, companion, published) is None
     shutil.move(first, old)
     page.mkdir()
     shutil.copy(old / first.name, page)
-    (page / "index.html").write_text(f'<a href="{quote(first.name)}#sha256=0">x</a>')
+    (page / "index.html").write_text(f'<a href="{quote(first.name)}?a=/b#sha256=0">x</a>')
     # Other bytes, and the same models.
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700003600")
     again, newer = build(config, "3"), build(config, "4")
