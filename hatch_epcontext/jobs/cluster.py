@@ -72,7 +72,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskResult:
     """The result of a job: the ``record`` of its artifact, with files in the shared cache, validations of its
     models, and its ``search``, if the worker has a cache; or its problems.
     """
@@ -158,7 +158,7 @@ class Cluster:
         future.add_done_callback(lambda _: ended.set())
         try:
             self._wait(job, ended)
-            outcome = read_record(future.result(), Outcome)
+            outcome = read_record(future.result(), TaskResult)
         finally:
             future.cancel(force=True)
         record, folder = outcome.record, self._build.staging / PACKAGE / job.folder
@@ -266,7 +266,7 @@ def look(text: str, needed: Mapping[str, str], dask_worker: Any) -> Mapping[str,
 
 
 def run_task(text: str, paths: Sequence[str]) -> str:
-    """The `Outcome` of a `Task`, in which ``paths`` are those on the machine of the build."""
+    """The `TaskResult` of a `Task`, in which ``paths`` are those on the machine of the build."""
     from distributed import get_worker
 
     worker = get_worker()
@@ -279,11 +279,11 @@ def run_task(text: str, paths: Sequence[str]) -> str:
         try:
             outcome = _run_job(task, worker, folder)
         except Exception as error:
-            outcome = Outcome(problems=_problems(error, f"the worker {worker.name}", task.cache))
+            outcome = TaskResult(problems=_problems(error, f"the worker {worker.name}", task.cache))
         return to_json(outcome).replace(root, "")
 
 
-def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
+def _run_job(task: Task, worker: Any, folder: Path) -> TaskResult:
     def watch(key: str) -> None:
         """End what runs when dask forgets the task: the build has its result, needs none, or has ended."""
         while (state := worker.state.tasks.get(key)) and state.state != "cancelled":
@@ -307,4 +307,4 @@ def _run_job(task: Task, worker: Any, folder: Path) -> Outcome:
     for name in record.files:
         transport.send_file(built.artifact.folder / name)
     search = cache.get("searches", record.search, Search)
-    return Outcome(record, search, built.validations)
+    return TaskResult(record, search, built.validations)

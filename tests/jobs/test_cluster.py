@@ -311,7 +311,7 @@ def test_only_the_build_signs_what_it_has_checked(
 def test_an_artifact_with_files_elsewhere_is_damaged(name: str) -> None:
     record = make_record({"a_ctx.onnx": FileRecord(1, "0" * 64), name: FileRecord(1, "0" * 64)})
     with pytest.raises(DamagedError, match="a file outside of its folder"):
-        read_record(to_json(cluster_module.Outcome(record)), cluster_module.Outcome)
+        read_record(to_json(cluster_module.TaskResult(record)), cluster_module.TaskResult)
 
 
 def test_a_model_that_changes_while_it_is_sent_is_refused(

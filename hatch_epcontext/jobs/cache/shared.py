@@ -78,7 +78,7 @@ class TransportError(Exception):
     """A request that failed; the text is the reason."""
 
 
-class MissingError(TransportError):
+class AbsentError(TransportError):
     """There is no such file."""
 
 
@@ -102,7 +102,7 @@ class Transport:
         """Whether a file of that size has the name of this hash, and is not known to be damaged."""
         if file.sha256 not in self._intact:
             name, size = f"{_FILES}/{file.sha256}", -1
-            with contextlib.suppress(MissingError):
+            with contextlib.suppress(AbsentError):
                 size = self._ask(name, lambda fs, path, _: fs.info(path).get("size"))
             # Servers need not report it.
             self._intact[file.sha256] = size in (None, file.size)
@@ -127,7 +127,7 @@ class Transport:
         for name, file in files.items():
             path, is_intact = folder / name, False
             path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(MissingError):
+            with contextlib.suppress(AbsentError):
                 self.fetch(f"{_FILES}/{file.sha256}", path, file.size)
                 is_intact = record_file(path) == file
             self._intact[file.sha256] = is_intact
@@ -228,7 +228,7 @@ class Transport:
         response = getattr(error.__cause__, "response", None)
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
         is_missing = isinstance(error, FileNotFoundError) and code != "NoSuchBucket"
-        return (MissingError if is_missing else TransportError)(reason)
+        return (AbsentError if is_missing else TransportError)(reason)
 
 
 class _Folder:
@@ -336,7 +336,7 @@ class SharedCache:
         # To some others may add at any time.
         if (kind, key) in self._known and not issubclass(type_, Growing):
             return self._known[kind, key]
-        with contextlib.suppress(MissingError, DamagedError):
+        with contextlib.suppress(AbsentError, DamagedError):
             other = self._record(kind, key, type_)
             # A store that removes old files may remove some before the statement.
             if all(map(self.transport.has_file, files_of(other).values())):
@@ -354,7 +354,7 @@ class SharedCache:
             if writes and not self.transport.stopped:
                 self._can_write = False
                 self._report(f"cannot be written ({error}); this build only reads it", "write")
-            elif not isinstance(error, MissingError):
+            elif not isinstance(error, AbsentError):
                 self.transport.stopped = self.transport.stopped or str(error)
                 self._report(f"cannot be used ({error}); this build goes on without it", "use")
         except OSError as error:
