@@ -528,7 +528,8 @@ def _found(variant: Variant, request: Request) -> Variant:
             package.verify()
         # Nothing is imported for a name without dots.
         spec = find_spec(module) if module.isidentifier() else None
-        if spec is None or not spec.submodule_search_locations:
+        # A folder of this name without a module is no package that was installed.
+        if spec is None or not (spec.origin and spec.submodule_search_locations):
             raise SkipTargetError(f"its models are not installed: {install}")  # noqa: TRY301
         companion = _package(spec.submodule_search_locations[0], request.verify, module)
         key = variant.component, variant.target, variant.identity

@@ -150,7 +150,7 @@ class ProjectBuild:
         from hatch_epcontext.package.bundle import bundle
         from hatch_epcontext.package.wheel import repeated_models, unused_platforms
 
-        installing, own = self._companions(config, project), config.of_wheel()
+        installing, own = self._companions(config, project, output), config.of_wheel()
         if installing:
             names = listing(config.companions)
             self.terminal.info(f"left to companion wheels (epcontext companions): {names}")
@@ -175,7 +175,7 @@ class ProjectBuild:
         from hatch_epcontext.package.folder import publish, refuse_others
 
         refuse_others(folder, edited=True)
-        staging, companions = self.temp_dir(), self._companions(config, project)
+        staging, companions = self.temp_dir(), self._companions(config, project, output)
         if config.editable == "compile":
             result = self.compile(config.of_wheel(), project, staging)
         else:
@@ -189,13 +189,16 @@ class ProjectBuild:
 
         return write
 
-    def _companions(self, config: Config, project: ProjectMetadata) -> Mapping[str, str]:
+    def _companions(
+        self, config: Config, project: ProjectMetadata, output: PurePosixPath
+    ) -> Mapping[str, str]:
         """The requirement that installs each companion, by its import package."""
         if not config.companions:
             return {}
         from hatch_epcontext.package.companions import pinned
 
-        return {companion.module: companion.requirement for companion in pinned(config, project)}
+        companions = pinned(config, project, output.parts[0])
+        return {companion.module: companion.requirement for companion in companions}
 
     def write_companion(
         self, config: Config, project: ProjectMetadata, companion: Companion

@@ -99,8 +99,8 @@ def project_metadata(root: Path, table: Mapping[str, Any], *, by_hatch: bool) ->
     raise RequirementError(Problem(Kind.MISSING_REQUIREMENT, str(root), message, hint, log=log))
 
 
-def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
-    """All companions of ``config``, as the app ``project`` pins them.
+def pinned(config: Config, project: ProjectMetadata, package: str = "") -> list[Companion]:
+    """All companions of ``config``, as the app ``project`` with the import package ``package`` pins them.
 
     Raises ConfigError for those that it does not pin, and for models of one sidecar in several wheels.
     """
@@ -118,9 +118,9 @@ def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
         text = f"{name}=={version}" + (f"; {marker}" if marker else "")
         extra = extras[0] if extras else re.sub(f"^{re.escape(app)}-(models-)?", "", name)
         line = f"Write in [project.optional-dependencies]: {extra} = {to_toml([text])}"
-        message = ""
-        if name == app:
-            message, line = "is the app itself.", "Give the companion a name of its own."
+        message, module = "", name.replace("-", "_")
+        if name == app or module == package:
+            message, line = "is the app itself, or its package.", "Give the companion another name."
         elif not own:
             message = "is not pinned by any extra of the app, and could not be installed with it."
             near = near_name(name, named.keys() - config.companions.keys())
@@ -134,7 +134,7 @@ def pinned(config: Config, project: ProjectMetadata) -> list[Companion]:
             problems.append(Problem.at(key, Kind.INVALID_COMPANION, f"{name} {message}", line))
         else:
             install = f"{project.name}[{extras[0]}]" if extras else project.name
-            companions.append(Companion(name, name.replace("-", "_"), version, install, key))
+            companions.append(Companion(name, module, version, install, key))
     if problems:
         raise ConfigError(*problems)
     return companions

@@ -123,10 +123,12 @@ def test_an_altered_app_does_not_say_what_a_companion_must_be(
     assert outcomes(app.explain("a", target="cpu", verify=True)) == [("cpu", "failed")]
 
 
-def test_only_a_module_without_dots_is_looked_for(ship: Shipper) -> None:
+def test_only_a_package_is_opened_and_nothing_is_imported(ship: Shipper) -> None:
     (ship.root / "evil.py").write_text("raise SystemExit", encoding="utf-8")
-    app = ship_app(ship, {"npu": "evil.models"})
-    assert outcomes(app.explain("a")) == [NPU_MISSING]
+    (ship.root / "empty").mkdir()
+    for module in ("evil", "evil.models", "empty"):
+        app = ship_app(ship, {"npu": module})
+        assert outcomes(app.explain("a")) == [NPU_MISSING]
 
 
 def test_companions_in_zip_archives_are_opened(

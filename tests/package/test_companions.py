@@ -87,9 +87,11 @@ def test_a_pin_that_is_missing_or_wrong_is_an_error_with_the_line_to_write(
 
 
 def test_the_app_is_no_companion_of_itself(config: Config) -> None:
-    project = ProjectMetadata("my-app-models-source", "1", None, ())
-    with pytest.raises(ConfigError, match="my-app-models-source is the app itself"):
-        pinned(config, project)
+    message = "my-app-models-source is the app itself, or its package"
+    with pytest.raises(ConfigError, match=message):
+        pinned(config, ProjectMetadata("my-app-models-source", "1"))
+    with pytest.raises(ConfigError, match=message):
+        pinned(config, ProjectMetadata("my-app", "1"), "my_app_models_source")
 
 
 def test_models_that_share_weights_are_in_one_wheel(config: Config) -> None:
