@@ -263,7 +263,10 @@ def running_source(model: Model, fixed: onnx.ModelProto) -> Iterator[None]:
 
 
 def _source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
-    message = f"the source model itself cannot be run on the CPU: {error}"
+    message = f"the source model itself cannot be run on the CPU: {str(error).strip()}"
+    if "Load model from" in message:
+        hint = "Correct the model: no EP gets a model that ONNX Runtime cannot load."
+        return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint)
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     if unsized := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:
         names = listing(repr(tensor.name) for tensor in unsized)

@@ -240,6 +240,8 @@ def test_a_source_that_cannot_be_run_is_a_model_error(tmp_path: Path) -> None:
         handle(request)
     (problem,) = raised.value.problems
     assert problem.kind is Kind.SOURCE_FAILED
+    # Nothing but another model helps one that ONNX Runtime cannot load.
+    assert not problem.settings
 
 
 @needs_qnn
