@@ -61,9 +61,16 @@ class Job:
 
     def located(self, error: BuildError) -> BuildError:
         """``error``, with the job's location in problems that have none, and its target in those with the key
-        of a model with several.
+        of a model with several. Keys that the folder of a language model decides are no remedies.
         """
-        problems: Iterable[Problem] = error.located(*self._place).problems
+        decided = ("constants", "cut", "dims") if self.models[0].genai else ()
+        problems: Iterable[Problem] = (
+            dataclasses.replace(
+                problem,
+                settings=tuple(s for s in problem.settings if s.key.parts[-1] not in decided),
+            )
+            for problem in error.located(*self._place).problems
+        )
         if not self.is_only:
             own = (self.target.name,)
             problems = (

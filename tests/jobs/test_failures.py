@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import BuildError, Kind, Problem, Setting
 from hatch_epcontext.jobs.artifact import FailureReport, Result
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.run import IncompleteError
+from tests.language_models import make_folder
 from tests.results import configured
 
 TOML = """
@@ -63,6 +64,16 @@ def test_a_target_is_named_beside_the_key_of_a_model_with_several(
     job, *_ = plan(configured(project, toml)).jobs
     problem = Problem.at(job.models[0].key, Kind.SOURCE_FAILED, "does not run.")
     assert places([failure(job, problem)]) == [f"tool.epcontext.models[0] (models/a.onnx){target}"]
+
+
+def test_no_key_that_a_folder_decides_is_a_remedy(project: Path) -> None:
+    make_folder(project / "models" / "llama")
+    toml = 'models = ["models/llama"]\ntargets.rtx = { provider = "tensorrt-rtx", chip = "rtx-40" }'
+    (job,) = plan(configured(project, toml)).jobs
+    own, decided = Setting(job.models[0].key / "name"), Setting(job.models[0].key / "cut")
+    problem = Problem(Kind.COMPILE_FAILED, "", "does not compile.", settings=(own, decided))
+    (problem,) = job.located(BuildError(problem)).problems
+    assert problem.settings == (own,)
 
 
 def test_a_problem_for_one_of_several_chips_names_it_and_its_model(project: Path) -> None:
