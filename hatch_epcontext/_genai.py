@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 _CONFIG = "genai_config.json"
 # The file in a target's folder with what it changes of the configuration.
 _OVERLAY = "overlay.json"
-# The attribute of onnxruntime_genai with the libraries that it has.
-_REGISTERED = "_epcontext_registered"
 
 
 class GenaiFolder(NamedTuple):
@@ -104,16 +102,14 @@ def _register_ep(opener: Any, overlay: dict[str, Any]) -> None:
         opener._add_devices(opener.ort.SessionOptions(), {})  # noqa: SLF001
         library = opener.find_devices()[0].ep_metadata.get("library_path", "")
         genai = importlib.import_module("onnxruntime_genai")
-        registered: set[str] = vars(genai).setdefault(_REGISTERED, set())
-        if library and library not in registered:
-            registration_name = variant.plugin["registration_name"]
-            try:
-                genai.register_execution_provider_library(registration_name, library)
-            except Exception as error:
-                # By the app.
-                if "already registered" not in str(error):
-                    raise
-            registered.add(library)
+        try:
+            if library:
+                name = variant.plugin["registration_name"]
+                genai.register_execution_provider_library(name, library)
+        except Exception as error:
+            # It is there from an earlier call, or from the app.
+            if "already registered" not in str(error):
+                raise
     decoder = overlay["model"]["decoder"]
     stages = [stage for entry in decoder.get("pipeline", ()) for stage in entry.values()]
     for part in stages or [decoder]:

@@ -62,6 +62,8 @@ _OF_THE_EP = (
 """What to do about a language model in another form."""
 
 _CUDA = "libcuda.so.1"
+_CUDA = "libcuda.so.1"
+
 _DRIVER = (
     "Install the libraries of NVIDIA's driver, which need no GPU here: libcuda1 from Debian's non-free, or "
     "libnvidia-compute-<release> from Ubuntu. Or compile with the EP on an RTX GPU: remove chip."
@@ -164,23 +166,21 @@ def _register_plugins(trt: Any, target: Target, operators: Sequence[str]) -> Non
     assert library is not None
     assert plugin is not None
     trt.get_plugin_registry()
-    reason = f"{plugin.module} is not installed"
-    hint, name = f"Install {listing(library.plugin_requirements)}.", ""
     spec = importlib.util.find_spec(plugin.module)
-    if spec is not None and spec.origin is not None:
-        try:
-            for name in (_CUDA, "libcudart.so.*", "libtensorrt_plugins.so"):
-                plugins = ctypes.CDLL(str(next(Path(spec.origin).parent.glob(name), name)))
-        except OSError as error:
-            reason, hint = str(error), _DRIVER if name == _CUDA else hint
-        else:
-            register = plugins.initLibNvTensorRTRtxPlugins
-            register.argtypes, register.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_bool
-            if register(None, b""):
-                return
-            reason = "they cannot be registered"
-    message = f"TensorRT RTX has no plugins for {listing(operators)}: {reason}."
-    raise UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint))
+    folder = Path(spec.origin).parent if spec and spec.origin else Path(plugin.module)
+    try:
+        # What the plugins need is loaded before them.
+        ctypes.CDLL(_CUDA)
+        ctypes.CDLL(str(next(folder.glob("libcudart.so.*"), "libcudart.so")))
+        register = ctypes.CDLL(str(folder / "libtensorrt_plugins.so")).initLibNvTensorRTRtxPlugins
+        register.argtypes, register.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_bool
+        if not register(None, b""):
+            raise OSError("they cannot be registered")  # noqa: TRY301
+    except OSError as error:
+        message = f"TensorRT RTX has no plugins for {listing(operators)}: {error}."
+        package = f"Install {listing(library.plugin_requirements)}."
+        hint = _DRIVER if _CUDA in str(error) else package
+        raise UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)) from error
 
 
 def _refuse_without_heads(fused: Sequence[onnx.NodeProto]) -> None:
