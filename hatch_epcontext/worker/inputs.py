@@ -17,7 +17,7 @@ from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.files import unreadable
 from hatch_epcontext.graph.dtypes import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import Range, Size, TensorFacts
-from hatch_epcontext.worker.synthetic import RANDOM, ZEROS, Pattern, assumed_range, values
+from hatch_epcontext.worker.synthetic import RANDOM, Pattern, assumed_range, values
 
 _SEED = 20240229
 
@@ -70,10 +70,9 @@ def dummy_inputs(
         _, first = next(read_samples(Path(kind), inputs, _key(model)))
         return first
     check_inputs(inputs, model)
-    if kind == "random":
-        return generated_inputs(RANDOM, sized(inputs, model), ranges or {}, generator())
-    same = {tensor.name: _SAME[kind] for tensor in inputs}
-    return generated_inputs(ZEROS, sized(inputs, model), same, generator())
+    if kind != "random":
+        ranges = {tensor.name: _SAME[kind] for tensor in inputs}
+    return generated_inputs(RANDOM, sized(inputs, model), ranges or {}, generator())
 
 
 def generator(number: int = 0) -> np.random.Generator:

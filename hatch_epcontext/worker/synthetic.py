@@ -130,8 +130,6 @@ def patterns() -> Iterator[Pattern]:
 
 
 RANDOM = Pattern("random", "random", "random")
-ZEROS = Pattern("zeros", "black", "all the lowest")
-"""Equal values, for ranges of a single value."""
 
 _Signal = Callable[[int, np.random.Generator], Numbers]
 
