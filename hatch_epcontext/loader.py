@@ -516,7 +516,7 @@ _files = functools.cache(lambda name: importlib.import_module("importlib.resourc
 _read = functools.lru_cache(maxsize=16)(lambda root, *_: Package(root))
 
 
-def _found(variant: Variant, request: Request) -> Variant:
+def _find_variant(variant: Variant, request: Request) -> Variant:
     """``variant``, or that in its companion; one with a ``problem`` if there is none."""
     package, module = variant.package, variant.module
     if not module:
@@ -576,7 +576,7 @@ def _list_candidates(
     Raises LoadError for a model, a target or an input that the package does not have.
     """
     targets = _targets_to_try(package, name, request)
-    variants = [_found(v, request) for v in package.models[name] if v.target in targets]
+    variants = [_find_variant(v, request) for v in package.models[name] if v.target in targets]
     # Of a companion that is not installed they are unknown.
     inputs = next((variant.inputs for variant in variants if variant.inputs), {})
     for input_name, shape in request.shapes.items():

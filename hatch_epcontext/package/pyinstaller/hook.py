@@ -21,10 +21,10 @@ hiddenimports = ["importlib.resources", "numpy", "onnxruntime"]
 hiddenimports += [f"{_name}.{module.stem}" for module in _folder.glob("_[a-z]*.py")]
 _components = [*_manifest["components"].values()]
 for _module in _manifest["additional_metadata"]["hatch-epcontext"]["companions"]:
-    if _spec := find_spec(_module):
+    if (_spec := find_spec(_module)) and _spec.origin:
         datas += collect_data_files(_module)
         hiddenimports.append(_module)
-        _text = Path(_spec.origin or "").with_name("manifest.json").read_bytes()
+        _text = Path(_spec.origin).with_name("manifest.json").read_bytes()
         _components += json.loads(_text)["components"].values()
     else:
         logger.warning("%s is not installed, and left out", _module)
