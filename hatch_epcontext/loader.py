@@ -517,7 +517,7 @@ _read = functools.lru_cache(maxsize=16)(lambda root, *_: Package(root))
 
 
 def _find_variant(variant: Variant, request: Request) -> Variant:
-    """``variant``, or that in its companion; one with a ``problem`` if there is none."""
+    """``variant``, or that in its companion; a copy with a ``problem`` if there is none."""
     package, module = variant.package, variant.module
     if not module:
         return variant
@@ -538,9 +538,12 @@ def _find_variant(variant: Variant, request: Request) -> Variant:
                 return other
         raise LoadError(f"{module} is for another version of this model: {install}")  # noqa: TRY301
     except Exception as error:
-        # Of any kind: importers of others may be broken.
-        variant.problem = error.with_traceback(None)
-        return variant
+        # Of any kind: importers of others may be broken. In a copy, because the package is kept.
+        import copy
+
+        missing = copy.copy(variant)
+        missing.problem = error.with_traceback(None)
+        return missing
 
 
 def _targets_to_try(package: Package, name: str, request: Request) -> list[str]:

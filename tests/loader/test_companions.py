@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from tests.loader.shipped import (
@@ -63,6 +66,12 @@ def test_what_is_not_installed_is_skipped_with_the_command(ship: Shipper) -> Non
     assert steps[0].reason == "its models are not installed: pip install 'my-app[npu]'"
     with pytest.raises(app.LoadError, match=r"'a' on npu: .*pip install 'my-app\[npu\]'"):
         app.path("a").__enter__()
+    options = onnxruntime.SessionOptions()
+    assert outcomes(app.explain("a", target="npu", session_options=options)) == [NPU_MISSING]
+    reference = weakref.ref(options)
+    del options
+    gc.collect()
+    assert reference() is None
 
 
 def test_targets_of_the_app_and_of_companions_are_tried_in_the_configured_order(
