@@ -120,7 +120,7 @@ def build(
             result = _run(begun, partial(run_job, begun), at_once, log, warn or log)
             if not result.failures and any(source.model.genai for source in result.sources):
                 # Imported here: few projects have a language model.
-                from hatch_epcontext.jobs.conversations import compare_answers
+                from hatch_epcontext.jobs.genai import compare_answers
 
                 result = compare_answers(begun, result, log)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
@@ -114,6 +114,9 @@ def test_stages_for_an_npu_give_the_same_tokens_as_the_cpu(folder: Path, tmp_pat
     request = ConverseRequest(str(package / "llama"), source, swapped, plugin, 64)
     with pytest.raises(BuildError, match="invalid dimensions"):
         Workers(100).call(request, tmp_path / "call", location="llama")
+    (package / "llama" / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot answer with it on the CPU: Expecting property"):
+        Workers(100).call(request, tmp_path / "again", location="llama")
 
 
 @needs_qnn

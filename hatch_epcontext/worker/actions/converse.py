@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hatch_epcontext.config.settings import GENAI_CONFIG
+from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import ConverseRequest
 from hatch_epcontext.worker.results import NOTHING, Answer
@@ -29,29 +30,43 @@ Rows = NDArray[np.float64]
 
 def handle(request: ConverseRequest) -> tuple[Answer, ...]:
     """Compare the logits after each prompt, with the same tokens forced: free ones would diverge for good at
-    the first near tie. Raises what onnxruntime-genai raises.
+    the first near tie.
+
+    Raises ModelError if the folder itself does not run, and what onnxruntime-genai raises for the rest.
     """
     genai: Any = importlib.import_module("onnxruntime_genai")
-    folder = Path(request.folder)
-    content = json.loads((folder / GENAI_CONFIG).read_bytes())["model"]
-    prompts = [*_prompts(folder, {**content, **json.loads(request.source)["model"]}, request.chunk)]
-    stops = np.atleast_1d(content.get("eos_token_id", [])).tolist()
-    # A cache for the longest conversation can be too large; that of a pipeline has a fixed size.
-    grows = "pipeline" not in content["decoder"]
     step("answering prompts on the CPU")
-    model = _open(genai, request.folder, request.source)
-    expected = [_rows(genai, model, prompt, stops=stops, grows=grows) for prompt in prompts]
-    del model
+    try:
+        expected = _expected(genai, request)
+    except Exception as error:
+        message = f"onnxruntime-genai cannot answer with it on the CPU: {error}"
+        hint = f"Check {GENAI_CONFIG}, or write the folder again."
+        raise ModelError(Problem(Kind.INVALID_FOLDER, "", message, hint)) from error
     step("answering prompts with what was compiled")
     plugin = request.plugin
     genai.register_execution_provider_library(plugin.registration_name, library_of(plugin))
     model, answers = _open(genai, request.folder, request.compiled), list[Answer]()
     start = time.monotonic()
-    for prompt, (reference, tokens) in zip(prompts, expected, strict=True):
+    for prompt, reference, tokens in expected:
         if not answers or time.monotonic() < start + _SECONDS:
             rows, _ = _rows(genai, model, prompt, tokens)
             answers.append(_answer(len(prompt), reference, rows))
     return tuple(answers)
+
+
+def _expected(genai: Any, request: ConverseRequest) -> list[tuple[list[int], Rows, list[int]]]:
+    """For each prompt the logits and the tokens after it on the CPU."""
+    folder = Path(request.folder)
+    content = json.loads((folder / GENAI_CONFIG).read_bytes())["model"]
+    stops = np.atleast_1d(content.get("eos_token_id", [])).tolist()
+    # A cache for the longest conversation can be too large; that of a pipeline has a fixed size.
+    grows = "pipeline" not in content["decoder"]
+    content |= json.loads(request.source)["model"]
+    model = _open(genai, request.folder, request.source)
+    return [
+        (prompt, *_rows(genai, model, prompt, stops=stops, grows=grows))
+        for prompt in _prompts(folder, content, request.chunk)
+    ]
 
 
 def _prompts(folder: Path, content: Any, chunk: int) -> Iterator[list[int]]:
