@@ -129,43 +129,17 @@ def contents(wheel: Path) -> dict[str, tuple[bytes, int, tuple[int, ...]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "package"), BACKENDS.items())
-def test_a_wheel_from_an_sdist_has_the_models(name: str, package: str, tmp_path: Path) -> None:
-    project = make_project(tmp_path / "my-app", name, package)
-    sdist = call(project, "build_sdist", tmp_path)
-    with tarfile.open(sdist) as archive:
-        assert "my_app-1.0/models/a.onnx" in archive.getnames()
-        archive.extractall(tmp_path / "unpacked", filter="data")
-    unpacked = tmp_path / "unpacked" / "my_app-1.0"
-
-    wheels = []
-    for folder in ("first", "second"):
-        (tmp_path / folder).mkdir()
-        wheels.append(call(unpacked, "build_wheel", tmp_path / folder))
-    assert wheels[0].read_bytes() == wheels[1].read_bytes()
-    plain = contents(call(unpacked, "build_wheel", tmp_path, name))
-    with_models = contents(wheels[0])
-    changed = {path for path in plain if with_models[path] != plain[path]}
-    assert changed == {"my_app-1.0.dist-info/RECORD"}
-    assert set(with_models.keys() - plain.keys()) == {
-        f"my_app/epcontext/{path}"
-        for path in ("__init__.py", "_runner.py", "manifest.json", "a/cpu/a_optimized.onnx")
-    }
-    run(tool("check-wheel-contents"), wheels[0], cwd=tmp_path, env={})
-
-
-@pytest.mark.slow
 # setuptools warns of folders that have the package's name.
 @pytest.mark.filterwarnings("ignore:Editable installation")
 @pytest.mark.parametrize(("name", "package"), BACKENDS.items())
-def test_an_editable_install_has_the_models(
+def test_editable_installs_sdists_and_wheels_have_the_models(
     name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = make_project(tmp_path / "my-app", name, package)
-    wheel = call(project, "build_editable", tmp_path)
+    editable = call(project, "build_editable", tmp_path)
     env = environment_without("PYTHON", "VIRTUAL_ENV")
     installed = make_environment(tmp_path / "venv", env)
-    installed.install("--no-deps", wheel)
+    installed.install("--no-deps", editable)
     assert (
         installed.python("-c", "from my_app.epcontext import models; print(models())") == "['a']\n"
     )
@@ -174,12 +148,30 @@ def test_an_editable_install_has_the_models(
     (tmp_path / "dist").mkdir()
     sdist = call(project, "build_sdist", tmp_path / "dist")
     with tarfile.open(sdist) as archive:
-        assert [path for path in archive.getnames() if path.endswith("manifest.json")] == []
+        names = archive.getnames()
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    assert "my_app-1.0/models/a.onnx" in names
+    assert [path for path in names if path.endswith("manifest.json")] == []
     built = contents(call(project, "build_wheel", tmp_path / "dist"))
     assert b'"installed"' not in built["my_app/epcontext/manifest.json"][0]
     assert "my_app/epcontext/.gitignore" not in built
+
+    unpacked = tmp_path / "unpacked" / "my_app-1.0"
+    wheel = call(unpacked, "build_wheel", tmp_path)
+    first = wheel.read_bytes()
+    assert call(unpacked, "build_wheel", tmp_path).read_bytes() == first
+    with_models = contents(wheel)
+    run(tool("check-wheel-contents"), wheel, cwd=tmp_path, env={})
+    plain = contents(call(unpacked, "build_wheel", tmp_path, name))
+    changed = {path for path in plain if with_models[path] != plain[path]}
+    assert changed == {"my_app-1.0.dist-info/RECORD"}
+    assert set(with_models.keys() - plain.keys()) == {
+        f"my_app/epcontext/{path}"
+        for path in ("__init__.py", "_runner.py", "manifest.json", "a/cpu/a_optimized.onnx")
+    }
+
     monkeypatch.setenv("HATCH_EPCONTEXT_SKIP", "1")
-    skipped = contents(call(project, "build_wheel", tmp_path / "dist"))
+    skipped = contents(call(project, "build_wheel", tmp_path))
     # uv_build also lists folders.
     assert [path for path in skipped if path.startswith("my_app/epcontext/")] in (
         [],
