@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import html
-import http
+import http.client
 import re
 import shutil
 import subprocess
@@ -22,8 +22,8 @@ from urllib.parse import quote, unquote, urldefrag, urljoin, urlsplit
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.requirements import Requirement
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
-from packaging.version import InvalidVersion, Version
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
 
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import (
@@ -278,7 +278,8 @@ def _published(name: str, published: str) -> dict[Version, str]:
         try:
             with urllib.request.urlopen(page, timeout=30) as reply:  # noqa: S310, of the user
                 text = reply.read().decode(errors="replace")
-        except OSError as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            # Also for what is no URL.
             if getattr(error, "code", 0) != http.HTTPStatus.NOT_FOUND:
                 raise OSError(f"{page}: {error}") from error
             # Nothing was published.
@@ -288,7 +289,8 @@ def _published(name: str, published: str) -> dict[Version, str]:
     else:
         links += (quote(file.as_posix()) for file in Path(published).iterdir())
     for link in links:
-        with contextlib.suppress(InvalidWheelFilename, InvalidVersion):
+        # Other files, and names of no valid form.
+        with contextlib.suppress(ValueError):
             file = unquote(urlsplit(link).path.rpartition("/")[2])
             package, version, *_ = parse_wheel_filename(file)
             if package == name:

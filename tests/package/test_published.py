@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from packaging.requirements import Requirement
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import ConfigError, RequirementError
+from hatch_epcontext.errors import ConfigError, Key, RequirementError
 from hatch_epcontext.package.companions import (
     Companion,
     pinned,
@@ -118,6 +119,13 @@ def published(tmp_path: Path) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.mark.parametrize("url", ["http://a b", "http://[a", "ab://c"])
+def test_an_address_that_is_none_is_an_error_that_names_it(url: str) -> None:
+    companion = Companion("my-app-models", "my_app_models", "1", "my-app[cpu]", Key())
+    with pytest.raises(OSError, match=re.escape(f"{url}/my-app-models/: ")):
+        published_version(Path("my_app_models-1-py3-none-any.whl"), companion, url)
 
 
 @pytest.mark.slow
