@@ -12,7 +12,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.requirements import FARM, GENAI, requirements
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.shipped import CPU_EP
-from hatch_epcontext.text import file_name
+from hatch_epcontext.text import file_name, listing
 
 FORMAT = 20
 """Increased when workers compile or validate the same request differently."""
@@ -231,12 +231,13 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
                 )
     for model, target in others:
         if dataclasses.replace(target, changes=first.changes) != first:
+            keys = listing(sorted({*target.changes, *first.changes}))
             yield Problem.at(
                 model.key / "share-weights",
                 Kind.INVALID_SHARING,
                 "the models of a group are compiled together, and this model has other settings for "
                 f"the target {target.name} than {members[0][0].name}.",
-                "Set these keys in the target and not in the model, or give both models the same.",
+                f"Set {keys} in the target and not in the model, or give both models the same.",
             )
 
 

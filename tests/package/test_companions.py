@@ -98,8 +98,9 @@ def test_models_that_share_weights_are_in_one_wheel(config: Config) -> None:
     own = 'targets.npu.companion = "my-app-models-npu"'
     toml = GROUP.replace('path = "models/b.onnx"', f'path = "models/b.onnx"\n{own}')
     together = read(config.root, toml)
-    with pytest.raises(ConfigError, match="has other settings for the target npu"):
+    with pytest.raises(ConfigError, match="has other settings for the target npu") as raised:
         pinned(together, ProjectMetadata("my-app", "1.0", None, ()))
+    assert "Set companion in the target" in str(raised.value.problems[0].hint)
 
 
 def test_a_language_model_is_in_one_wheel_with_its_targets(tmp_path: Path) -> None:
