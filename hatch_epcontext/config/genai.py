@@ -30,8 +30,8 @@ _REFUSED = ("dims", "shapes", "constants", "cut", "fallback", "share_weights")
 _TOKENS, _PAST = 4, 8
 """The tokens of dummy inputs: new ones, and those in the cache before."""
 
-_MAX_LAYERS, _MAX_TOKENS = 2**12, 2**24
-"""More would be a mistake, and exhaust the memory: all of them are listed."""
+_MAX = 2**24
+"""The most layers, tokens and so on: more is a mistake, and would exhaust the memory."""
 
 _TYPICAL = 1024
 """The most tokens that a profile is optimized for, as in onnxruntime-genai's own."""
@@ -236,9 +236,9 @@ def read_config(folder: Path) -> GenaiConfig:
     providers = _value(decoder, "session_options.provider_options", list, [])
     inputs = _value(decoder, "inputs", dict).items()
     names = [_value(decoder, f"inputs.past_{kind}_names", str) for kind in ("key", "value")]
-    layers = range(_number(decoder, "num_hidden_layers", _MAX_LAYERS))
+    layers = range(_value(decoder, "num_hidden_layers", int))
     past = tuple(name.replace("%d", str(layer)) for layer in layers for name in names)
-    _number(content, "model.vocab_size", _MAX_TOKENS)
+    _value(content, "model.vocab_size", int)
     return GenaiConfig(
         content["model"],
         files,
@@ -246,9 +246,9 @@ def read_config(folder: Path) -> GenaiConfig:
         {name: dict(options) for entry in providers for name, options in entry.items()},
         {"input_ids": "input_ids", **{n: text for n, text in inputs if isinstance(text, str)}},
         past,
-        _number(content, "model.context_length"),
-        _number(decoder, "num_key_value_heads"),
-        _number(decoder, "head_size"),
+        _value(content, "model.context_length", int),
+        _value(decoder, "num_key_value_heads", int),
+        _value(decoder, "head_size", int),
     )
 
 
@@ -260,13 +260,8 @@ def _value(table: Any, path: str, type_: type, default: Any = None) -> Any:
     value = default if value is None else value
     if type(value) is not type_:
         raise ValueError(f"{path} must be of the type {type_.__name__}, not {show(value)}")
-    return value
-
-
-def _number(table: Any, path: str, most: int = 2**31 - 1) -> int:
-    value: int = _value(table, path, int)
-    if not 0 < value <= most:
-        raise ValueError(f"{path} must be from 1 to {most}, not {value}")
+    if isinstance(value, int) and not 0 < value <= _MAX:
+        raise ValueError(f"{path} must be from 1 to {_MAX}, not {value}")
     return value
 
 

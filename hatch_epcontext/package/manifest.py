@@ -352,11 +352,11 @@ def source_folders(sources: Iterable[Source]) -> dict[str, str]:
     places: dict[tuple[Path, str], str] = {}
     for source in sources:
         files = [(source.model.path.parent, name) for name in source.records]
-        own = f"{source.model.configured_name}/{SOURCE}"
-        if source.model.genai is not None:
-            # onnxruntime-genai opens only files below the folder: contexts are inside it.
-            own = source.model.configured_name
-        folder = next((places[file] for file in files if file in places), own)
+        # onnxruntime-genai opens only files below a folder: the contexts of its target are inside.
+        folder = source.model.configured_name
+        if source.model.genai is None:
+            own = f"{folder}/{SOURCE}"
+            folder = next((places[file] for file in files if file in places), own)
         folders[source.model.name] = folder
         places |= dict.fromkeys(files, folder)
     return folders

@@ -72,8 +72,8 @@ def test_an_ep_with_profiles_gets_that_of_onnxruntime_genai(project: Path, folde
         ({"session_options": {"provider_options": ["qnn"]}}, "cannot be read"),
         ({"filename": None}, "model.decoder.filename must be of the type str"),
         ({"head_size": "16"}, 'head_size must be of the type int, not "16"'),
-        ({"head_size": -16}, "head_size must be from 1 to 2147483647, not -16"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be from 1 to 4096"),
+        ({"head_size": -16}, "head_size must be from 1 to 16777216, not -16"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be from 1 to 16777216"),
         (
             {"session_options": {"provider_options": [{"qnn": {"backend_path": "QnnHtp.dll"}}]}},
             'names the library "QnnHtp.dll", which is for one system',

@@ -54,3 +54,14 @@ def test_the_folder_is_in_it_once_with_an_overlay_for_each_target(
     }
     assert overlays["rtx"] == {**limits, "model": {**limits["model"], "decoder": decoder}}
     assert list(opened(bundled.folder).components["llama"].variants) == ["rtx", "source"]
+
+
+def test_two_models_of_one_folder_have_one_each(project: Path, tmp_path: Path) -> None:
+    make_folder(project / "models" / "llama")
+    toml = """
+        models = ["models/llama", { path = "models/llama", name = "short", context-length = 64 }]
+        targets.cpu.provider = "cpu"
+    """
+    config = configured(project, toml)
+    bundled = bundle(compiled(config, tmp_path / "a"), tmp_path, modules(None, config.models))
+    assert {name.replace("llama/", "short/") for name in FOLDER} | FOLDER <= recorded(bundled)
