@@ -3,6 +3,7 @@ from __future__ import annotations
 import compileall
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -44,6 +45,8 @@ settings.load_profile("short")
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 _USUAL = inherited()
+
+_NUMBERS = itertools.count()
 
 
 newer_runtime = pytest.mark.skipif(
@@ -119,13 +122,19 @@ def needs(package: str) -> pytest.MarkDecorator:
 needs_qnn = needs("onnxruntime_qnn")
 
 
+@pytest.fixture
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's cache of a test; most write nothing there, and do not wait for a folder."""
+    return tmp_path_factory.getbasetemp() / "user-caches" / str(next(_NUMBERS))
+
+
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, user_cache: Path) -> None:
     """Tests neither see the user's settings nor write to the user's cache."""
     for name in os.environ:
         if name.startswith((PREFIX, "HATCH_BUILD")):
             monkeypatch.delenv(name)
-    monkeypatch.setenv(f"{PREFIX}CACHE_DIR", str(tmp_path / "user-cache"))
+    monkeypatch.setenv(f"{PREFIX}CACHE_DIR", str(user_cache))
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,12 @@ def test_models_are_built_into_the_cache(cli: Cli, app_project: Path) -> None:
     assert set(app_project.rglob("*")) == before
 
 
-def test_a_dry_run_compiles_nothing(cli: Cli, app_project: Path, tmp_path: Path) -> None:
+def test_a_dry_run_compiles_nothing(cli: Cli, app_project: Path, user_cache: Path) -> None:
     printed = cli("build", app_project, "--dry-run").stdout
     assert printed.count(" -> ") == 4
     assert "requires: onnxruntime" in printed
     # Only what it read of the models is known now.
-    kinds = {path.name for path in (tmp_path / "user-cache" / LAYOUT).iterdir()}
+    kinds = {path.name for path in (user_cache / LAYOUT).iterdir()}
     assert kinds - {"index"} == {"facts"}
     jobs = ("a -> one", "a -> two", "b -> one", "b -> two")
     assert printed.splitlines()[1:5] == [f"{job}  cpu" for job in jobs]
@@ -49,9 +49,9 @@ def test_a_report_is_html_or_json_and_replaced(cli: Cli, app_project: Path, tmp_
 
 
 def test_without_being_asked_the_report_is_in_the_cache(
-    cli: Cli, app_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, app_project: Path, tmp_path: Path, user_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "user-cache" / LAYOUT / "reports" / f"{app_project.name}.json"
+    file = user_cache / LAYOUT / "reports" / f"{app_project.name}.json"
     for command in (("build",), ("export", "-o", tmp_path / "out")):
         printed = cli(command[0], app_project, *command[1:], "--target", "one").stderr
         assert printed.count("report: ") == printed.count(f"report: {file}\n") == 1
@@ -62,7 +62,7 @@ def test_without_being_asked_the_report_is_in_the_cache(
 
 
 def test_a_report_that_cannot_be_written_is_an_error_before_anything_is_compiled(
-    cli: Cli, app_project: Path, tmp_path: Path
+    cli: Cli, app_project: Path, tmp_path: Path, user_cache: Path
 ) -> None:
     page, table = tmp_path / "mine.html", tmp_path / "mine.json"
     page.write_text("<!DOCTYPE html>\n<html>mine: hatch-epcontext 1</html>", encoding="utf-8")
@@ -76,7 +76,7 @@ def test_a_report_that_cannot_be_written_is_an_error_before_anything_is_compiled
     model = app_project / "models" / "a.onnx"
     result = cli("build", app_project, "--target", "one", "--report", model, code=2)
     assert "a.onnx must end in .html or .json." in result.stderr
-    assert not list((tmp_path / "user-cache").rglob("record.json"))
+    assert not list(user_cache.rglob("record.json"))
 
 
 def test_the_report_has_failed_and_successful_jobs(

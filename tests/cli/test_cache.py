@@ -18,10 +18,10 @@ DAY = 86400
 
 
 @pytest.fixture
-def filled(cli: Cli, app_project: Path, tmp_path: Path) -> Path:
+def filled(cli: Cli, app_project: Path, user_cache: Path) -> Path:
     """A cache with two artifacts."""
     cli("build", app_project, "--target", "one")
-    return tmp_path / "user-cache"
+    return user_cache
 
 
 def entries(cache: Path, kind: str = "artifacts") -> list[Path]:
@@ -47,7 +47,7 @@ def test_info_lists_all_artifacts_and_none(
     assert not missing.exists()
 
 
-def test_new_keys_are_printed_and_not_stored(cli: Cli, tmp_path: Path, project: Path) -> None:
+def test_new_keys_are_printed_and_not_stored(cli: Cli, user_cache: Path, project: Path) -> None:
     printed = cli("cache", "new-key").stdout
     private, public = re.findall(r"(ed25519-private:\S+)|(ed25519:[^\s\"]+)", printed)
     assert public_key(private[0]) == public[1]
@@ -55,7 +55,7 @@ def test_new_keys_are_printed_and_not_stored(cli: Cli, tmp_path: Path, project: 
     table = parse(toml)["tool"]["epcontext"]["build"]
     assert table == {"shared-cache-keys": [public[1]]}
     assert cli("cache", "new-key").stdout != printed
-    assert not (tmp_path / "user-cache").exists()
+    assert not user_cache.exists()
 
 
 @pytest.mark.usefixtures("no_home")

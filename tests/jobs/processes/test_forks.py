@@ -91,17 +91,18 @@ def daemon(folder: Path) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    "end", ["raise ValueError", "os.kill(os.getpid(), 9)", "os.abort()", "time.sleep(600)"]
-)
 def test_a_daemon_that_a_worker_started_ends_with_it(
-    tmp_path: Path, check: Path, workers: Workers, end: str
+    tmp_path: Path, check: Path, workers: Workers
 ) -> None:
-    check.write_text(daemon(tmp_path) + end, encoding="utf-8")
     workers.timeout = 3
-    problem(workers, tmp_path)
-    # Not some time later: it may use a device, or write to the folder of the step.
-    assert not is_running(process_in(tmp_path / "daemon"))
+    ends = ("raise ValueError", "os.kill(os.getpid(), 9)", "os.abort()", "time.sleep(600)")
+    for end in ends:
+        folder = tmp_path / str(ends.index(end))
+        folder.mkdir()
+        check.write_text(daemon(folder) + end, encoding="utf-8")
+        problem(workers, folder)
+        # Not some time later: it may use a device, or write to the folder of the step.
+        assert not is_running(process_in(folder / "daemon")), end
 
 
 @contextlib.contextmanager
