@@ -117,18 +117,15 @@ def _faults(
     beside: list[str],
 ) -> Iterator[tuple[str, str, str]]:
     """For each fault the key of the model's table, what is wrong, and what to do."""
-    odd = [name for name in beside if not is_portable(name)]
-    for name in (*odd, *(name for name in config.cached if not _is_plain(name))):
-        message = (
-            f"is beside a file, or has a stage, {show(name)}, which is no name on every system."
-        )
-        yield "path", message, "Rename it."
-    for name in config.files.values():
-        if not _is_plain(name):
-            message = f"names the file {show(name)}, which is not in the folder itself."
-            yield "path", message, "Put it there: onnxruntime-genai refuses '..'."
-        elif not is_regular(folder / name):
+    for name in (*config.files.values(), *config.cached):
+        if not is_portable(name) or "/" in name:
+            message = f"names {show(name)}, which cannot be a file in the folder itself."
+            yield "path", message, "Rename it: onnxruntime-genai refuses '..'."
+        elif name not in config.cached and not is_regular(folder / name):
             yield "path", f"names the file {show(name)}, which is missing.", "Fetch it."
+    for name in (name for name in beside if not is_portable(name)):
+        message = f"is beside {show(name)}, which is no name of a file on every system."
+        yield "path", message, "Rename it."
     for name in re.findall(r'"([^"]+\.(?:dll|dylib|so))"', json.dumps(config.content)):
         message = f"names the library {show(name)}, which is for one system."
         yield "path", message, 'Remove it. For QNN, "backend_type": "htp" is right on every system.'
@@ -158,11 +155,6 @@ def _faults(
             yield "context-length", message, "For example 2048."
         elif table.chunk > length:
             yield "chunk", f"is {table.chunk}, and context-length is {length}.", "Lower it."
-
-
-def _is_plain(name: str) -> bool:
-    """Whether ``name`` is that of a file in a folder itself."""
-    return is_portable(name) and "/" not in name
 
 
 def stages(model: Model) -> tuple[Model, ...]:

@@ -65,9 +65,12 @@ def test_an_ep_with_profiles_gets_that_of_onnxruntime_genai(project: Path, folde
 @pytest.mark.parametrize(
     ("decoder", "message"),
     [
-        ({"filename": "../llama/model.onnx"}, 'names the file "../llama/model.onnx", which is not'),
+        (
+            {"filename": "../llama/model.onnx"},
+            'names "../llama/model.onnx", which cannot be a file',
+        ),
         ({"filename": "other.onnx"}, 'names the file "other.onnx", which is missing'),
-        ({"filename": ""}, 'names the file "", which is not in the folder'),
+        ({"filename": ""}, 'names "", which cannot be a file in the folder'),
         ({"inputs": {"input_ids": []}}, "inputs.past_key_names must be of the type str"),
         ({"session_options": {"provider_options": ["qnn"]}}, "cannot be read"),
         ({"filename": None}, "model.decoder.filename must be of the type str"),
@@ -93,7 +96,9 @@ def test_a_stage_whose_name_cannot_be_a_file_is_a_problem(
 ) -> None:
     stage = {"filename": "model.onnx", "inputs": ["past_key_values.0.key"]}
     change(folder, filename=None, pipeline=[{name: stage}])
-    assert_one_problem(project, LLAMA + CPU, "models[0].path", "which is no name on every system")
+    assert_one_problem(
+        project, LLAMA + CPU, "models[0].path", "which cannot be a file in the folder"
+    )
 
 
 def test_keys_that_contradict_the_folder_are_problems(project: Path, folder: Path) -> None:
