@@ -31,7 +31,7 @@ def test_what_is_changed_was_valid(project: Path) -> None:
 
 
 @given(st.sampled_from(TABLES).flatmap(mutated))
-@settings(max_examples=max(300, settings().max_examples))
+@settings(max_examples=max(100, settings().max_examples))
 def test_any_configuration_is_valid_or_an_error_in_words(project: Path, table: Any) -> None:
     try:
         load(project, table, {}, {})

@@ -75,11 +75,11 @@ def test_a_loop_that_does_not_end_is_stopped_with_what_it_did(tmp_path: Path) ->
     (tmp_path / "out").mkdir()
     request = PrepareRequest(spec, "onnxruntime", str(tmp_path / "out"), True)
     with pytest.raises(BuildError) as raised:
-        Workers(2).call(request, tmp_path / "prepare", location="a")
+        Workers(1).call(request, tmp_path / "prepare", location="a")
     (problem,) = raised.value.problems
     assert problem.kind is Kind.WORKER_TIMEOUT
     # A slow machine may not even have begun.
     step = tmp_path / "prepare" / "step"
     done = step.read_text(encoding="utf-8") if step.exists() else ""
     assert done in ("", "reading the model", "opening the source model on the CPU", RUNNING)
-    assert not done or f"after 2 seconds while {done} (for " in problem.message
+    assert not done or f"after 1 seconds while {done} (for " in problem.message
