@@ -180,7 +180,7 @@ def test_editable_installs_sdists_and_wheels_have_the_models(
 
 
 def test_the_targets_need_packages_too(tmp_path: Path) -> None:
-    project = make_project(tmp_path, "poetry.core.masonry.api")
+    project = make_project(tmp_path, "flit_core.buildapi")
     with (project / "pyproject.toml").open("a", encoding="utf-8") as file:
         file.write('[tool.epcontext.targets.npu]\nprovider = "qnn"\n')
     hooks = BuildBackendHookCaller(str(project), "hatch_epcontext.backend")
