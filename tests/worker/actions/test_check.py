@@ -63,7 +63,7 @@ def test_a_type_that_onnx_runtime_lacks_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "sizes", "setting"),
+    ("batch", "size_key", "setting"),
     [
         ("batch", None, "dims = { batch = 1 }"),
         (None, None, "shapes.x"),
@@ -71,11 +71,11 @@ def test_a_type_that_onnx_runtime_lacks_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_an_open_dimension_is_an_error_with_a_setting_that_fixes_it(
-    tmp_path: Path, batch: str | None, sizes: Key | None, setting: str
+    tmp_path: Path, batch: str | None, size_key: Key | None, setting: str
 ) -> None:
     path = save(network(batch), tmp_path / "a.onnx")
     with pytest.raises(ModelError) as raised:
-        handle(request_for(path, QNN, sizes=sizes))
+        handle(request_for(path, QNN, size_key=size_key))
     (problem,) = raised.value.problems
     assert problem.message.startswith("QNNExecutionProvider compiles only fixed shapes, and")
     assert problem.kind is Kind.OPEN_DIMENSION
