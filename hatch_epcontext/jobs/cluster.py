@@ -31,7 +31,7 @@ from hatch_epcontext.jobs.artifact import GENERATOR, PACKAGE, Artifact, Built, R
 from hatch_epcontext.jobs.cache.build import Cache, changed_error
 from hatch_epcontext.jobs.cache.shared import Transport, TransportError, in_thread
 from hatch_epcontext.jobs.cache.store import DamagedError, read_record
-from hatch_epcontext.jobs.job import keep, run_job
+from hatch_epcontext.jobs.job import run_job, store_result
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.processes.process import Workers
@@ -168,7 +168,7 @@ class Cluster:
         artifact, form = Artifact(folder, record), record.recipe.form_of(job)
         built = Built(form, artifact, outcome.validations, cached=False)
         if outcome.search is not None:
-            keep(self._build, job, built, outcome.search)
+            store_result(self._build, job, built, outcome.search)
         return built
 
     def _send(self, file: Path) -> FileRecord:

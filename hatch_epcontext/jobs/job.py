@@ -2,10 +2,10 @@
 
 The cache has of a job:
 
-- ``searches``, by its fingerprint (models, settings that change what is compiled, versions; no paths): what
-  was tried, see `search`. A build that tries more holds the lock of that key.
-- ``artifacts``, by fingerprint and recipe: of an attempt, stored before its validation, or if it covers most.
-- a ref, by the fingerprint without versions: the key of the latest artifact, for builds from the cache.
+- ``searches``, by its fingerprint (models, settings that change what is compiled; no paths) and versions:
+  what was tried, see `search`. A build that tries more holds the lock of that key.
+- ``artifacts``, by that key and a recipe: of an attempt, stored before its validation, or if it covers most.
+- a ref, by the fingerprint alone: the key of the latest artifact, for builds from the cache.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ def run_job(build: Build, job: Job) -> Built:
         shutil.rmtree(steps.folder, ignore_errors=True)
 
 
-def keep(build: Build, job: Job, built: Built, search: Search) -> None:
+def store_result(build: Build, job: Job, built: Built, search: Search) -> None:
     """Store what another machine ``built`` for ``job``, and its ``search``.
 
     Raises ValueError if that is the search for another job.
     """
     run = _JobRun(build, job, Steps(build, build.scratch("prepared")))
     record, cache = built.artifact.record, build.cache
-    key = value_sha256([run.settings, record.versions])
+    key = value_sha256([run.fingerprint, record.versions])
     attempt = search.attempts.get(record.recipe.key(key))
     if attempt is None or attempt.record is None or attempt.record.files != record.files:
         raise ValueError("it has searched for another job")
     cache.put("artifacts", attempt.key, attempt.record, built.artifact.folder)
     cache.put("searches", key, search)
-    cache.put("refs", run.settings, attempt.key)
+    cache.put("refs", run.fingerprint, attempt.key)
 
 
 class _JobRun:
-    """One job of ``build``; ``settings`` is its key without versions."""
+    """One job of ``build``; ``fingerprint``: that of the `Job`."""
 
     def __init__(self, build: Build, job: Job, steps: Steps) -> None:
         self._build, self._job, self._steps = build, job, steps
@@ -81,7 +81,7 @@ class _JobRun:
         inputs = (job.target.calibration, *(model.validate.inputs for model in job.models))
         self._inputs = [path for path in inputs if path not in ("", *SYNTHETIC)]
         calibration = job.target.calibration and inputs_digest(job.target.calibration, self._index)
-        self.settings = job.key([source.sha256 for source in sources], calibration)
+        self.fingerprint = job.fingerprint([source.sha256 for source in sources], calibration)
         self._place = build.staging / PACKAGE / job.folder
         required = value_sha256(
             [
@@ -96,7 +96,6 @@ class _JobRun:
             compares=job.group is None and not job.reason_not_to_open,
             is_dynamic=any(source.facts.dynamic for source in sources) and job.may_dequantize,
             required=required,
-            terms=value_sha256([required, job.target.min_coverage]),
         )
         self._key, self._start = "", time.monotonic()
         self._artifacts: dict[str, Artifact] = {}
@@ -105,7 +104,7 @@ class _JobRun:
     def search_on(self) -> Built:
         """The winner of the job's search."""
         versions = self._build.versions[self._job.target.name]
-        self._key = value_sha256([self.settings, versions])
+        self._key = value_sha256([self.fingerprint, versions])
         self._search = self.stored(self._key)
         step = next_recipe(self._search)
         if step.winner is None or not self._artifact(step.winner.key, step.winner.record):
@@ -116,13 +115,13 @@ class _JobRun:
         if step.winner is None:
             raise failure(self._job, step.tried, self._build.jobs)
         built = self._built(step.winner, step.tried)
-        self._cache.put("refs", self.settings, step.winner.key)
+        self._cache.put("refs", self.fingerprint, step.winner.key)
         return built
 
     def from_cache(self) -> Built:
         """The latest artifact with the job's settings, whatever is installed."""
         # Others may have made a newer one.
-        key = self._cache.get("refs", self.settings, str, fits=is_sha256, latest=True)
+        key = self._cache.get("refs", self.fingerprint, str, fits=is_sha256, latest=True)
         artifact = key and self._artifact(key)
         if not key or not artifact:
             raise self._not_cached("the cache has no artifact of this model with these settings.")
@@ -163,7 +162,7 @@ class _JobRun:
                 if step.recipe is not None:
                     self._try(step.recipe)
                 elif attempt is None:
-                    self._keep(most_complete(step.tried))
+                    self._store(most_complete(step.tried))
                     return step
                 elif not (artifact := self._artifact(attempt.key, attempt.record)):
                     others = {k: a for k, a in self._search.attempts.items() if k != attempt.key}
@@ -172,7 +171,7 @@ class _JobRun:
                     self._search = self._search.won_by(attempt, step.tried)
                     return step
                 else:
-                    self._keep(attempt)
+                    self._store(attempt)
                     self._search = self._validated(self._search, attempt, artifact)
         finally:
             if self._search is not stored:
@@ -193,7 +192,7 @@ class _JobRun:
             if workers.progress and time.monotonic() > self._start + _ANNOUNCED:
                 workers.progress(f"{place}: {line} ...")
                 workers.pulse.mark_reported()
-        with self._unchanged():
+        with self._files_unchanged():
             result = self._steps.compile(recipe.form_of(self._job), recipe, folder)
         if isinstance(result, Record):
             record = replace(result, search=self._key)
@@ -206,7 +205,7 @@ class _JobRun:
             attempt = Attempt(recipe, key, refused=result, required=required)
         self._search = self._search.adding(attempt)
 
-    def _keep(self, attempt: Attempt) -> None:
+    def _store(self, attempt: Attempt) -> None:
         """Store the artifact of ``attempt``, if it may be shipped and this build has compiled it."""
         if attempt.record is not None and attempt.may_ship and not attempt.day:
             folder = self._artifacts[attempt.key].folder
@@ -248,13 +247,15 @@ class _JobRun:
             if validation is None:
                 if artifact is None:
                     return search.adding(replace(attempt, validations={}))
-                validation = stored[key] = self._run(form, model, artifact, context)
+                validation = stored[key] = self._validate(form, model, artifact, context)
             validations[model.name] = validation
             if validation.differs:
                 break
         return replace(search, validations=stored).adding(replace(attempt, validations=validations))
 
-    def _run(self, form: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
+    def _validate(
+        self, form: Job, model: Model, artifact: Artifact, context: Context
+    ) -> Validation:
         """Validate a model of ``artifact``, or what is compiled alone if this machine cannot open that."""
         if form.target.from_cache:
             reason = (
@@ -273,7 +274,7 @@ class _JobRun:
                         raise job.located(error) from error
             built = (self._alone[job.folder] for job in alone)
             return worst_of_alone([b.validations[model.name] for b in built], reason)
-        with self._unchanged():
+        with self._files_unchanged():
             return self._steps.validate(form, model, artifact, context)
 
     def _built(self, winner: Attempt, tried: Sequence[Attempt]) -> Built:
@@ -292,7 +293,7 @@ class _JobRun:
         return Built(form, artifact, winner.validations, cached=bool(winner.day))
 
     @contextlib.contextmanager
-    def _unchanged(self) -> Iterator[None]:
+    def _files_unchanged(self) -> Iterator[None]:
         """Raise ModelError at the end if a file that the job reads has changed since the build hashed it."""
         before = {file for path in self._inputs for file in input_files(path)}
         try:

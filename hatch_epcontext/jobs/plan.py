@@ -125,7 +125,7 @@ class Job:
             folder += f".{genai.stage}" if genai.stage and not self.group else ""
         return f"{folder}/{file_name(self.chip, '-')}" if self.chip else folder
 
-    def key(self, contents: Sequence[str], calibration: str = "") -> str:
+    def fingerprint(self, contents: Sequence[str], calibration: str = "") -> str:
         """The hex sha256 that identifies what the job compiles to, with any versions: no paths, no times.
 
         ``contents``: the hex sha256 of each model; ``calibration``: identifies the inputs for which models

@@ -28,6 +28,7 @@ from hatch_epcontext.graph.number_format import (
 )
 from hatch_epcontext.jobs.artifact import Operators, Recipe, Record, Refused
 from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,
@@ -192,7 +193,7 @@ class Attempt:
             return None
         return tuple(tuple(sorted({node.op for node in c.uncovered})) for c in self.coverages)
 
-    def changed(self, kind: Literal["rewrite", "unroll"]) -> Recipe:
+    def recipe_with(self, kind: Literal["rewrite", "unroll"]) -> Recipe:
         """Its recipe with one more change of what the EP leaves or refuses."""
         return self.recipe.with_change(kind, self.uncovered_operators)
 
@@ -360,7 +361,7 @@ def _with_options(form: Form, own: Sequence[Attempt]) -> Recipe | None:
 def _rewritten(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """[Rewrites](#rewrites) of these nodes, in up to three rounds."""
     last = own[-1] if own else form.covering
-    return last.changed("rewrite") if last.may_improve else None
+    return last.recipe_with("rewrite") if last.may_improve else None
 
 
 def _unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -368,12 +369,12 @@ def _unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     if not form.search.settings.unroll_limit:
         return None
     if not own:
-        return form.covering.changed("unroll")
+        return form.covering.recipe_with("unroll")
     kinds = [attempt.recipe.changes[-1].kind for attempt in own]
     if own[-1].stopped_in == "change" and kinds[-1] == "rewrite":
-        return own[-2].changed("unroll")
+        return own[-2].recipe_with("unroll")
     is_last = not own[-1].may_improve or kinds.count("rewrite") == _ROUNDS - 1
-    return None if is_last else own[-1].changed("rewrite")
+    return None if is_last else own[-1].recipe_with("rewrite")
 
 
 def _in_range(form: Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -414,16 +415,16 @@ def _together(form: Form, own: Sequence[Attempt]) -> Recipe | None:
 def _unfused(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """The simplified model, with nothing folded into the weights of convolutions."""
     is_fused = form.search.settings.optimization == "basic"
-    return replace(_unchanged(form), fuse=False) if is_fused else None
+    return replace(_without_rewrites(form), fuse=False) if is_fused else None
 
 
 def _only_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """The simplified model, with all loops and recurrent layers unrolled."""
-    recipe = _unchanged(form).with_change("unroll", None)
+    recipe = _without_rewrites(form).with_change("unroll", None)
     return recipe if form.search.settings.unroll_limit else None
 
 
-def _unchanged(form: Form) -> Recipe:
+def _without_rewrites(form: Form) -> Recipe:
     """The recipe of the best candidate without its rewrites, which may be the cause."""
     corrections = form.helpful(*ALWAYS)
     return replace(form.candidates[0].recipe, changes=(), fuse=True, corrections=corrections)
@@ -472,8 +473,8 @@ class Search:
     """The attempts for a job, those of earlier builds too, and which ones won: one stored document.
 
     ``compares``: whether results decide what else is tried. ``is_dynamic``: whether dynamic quantization may
-    be undone. ``required``: identifies what validation requires, and ``terms`` what the job requires of a
-    winner. ``attempts`` and ``validations``: by their keys. ``winners``: by the terms under which they won.
+    be undone. ``required``: identifies what validation requires. ``attempts`` and ``validations``: by their
+    keys. ``winners``: by the `terms` under which they won.
     """
 
     settings: CompileSettings
@@ -481,10 +482,14 @@ class Search:
     compares: bool = True
     is_dynamic: bool = False
     required: str = ""
-    terms: str = ""
     attempts: Mapping[str, Attempt] = field(default_factory=dict)
     validations: Mapping[str, Validation] = field(default_factory=dict)
     winners: Mapping[str, Win] = field(default_factory=dict)
+
+    @property
+    def terms(self) -> str:
+        """Identifies what the job requires of a winner."""
+        return value_sha256([self.required, self.min_coverage])
 
     def is_enough(self, attempt: Attempt) -> bool:
         """Whether ``attempt`` may be shipped, and compiles as much as the job requires."""

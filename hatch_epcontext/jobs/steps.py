@@ -92,8 +92,8 @@ class Build:
 class Steps:
     """The steps of one job of ``build`` in workers, and of those whose results are run instead.
 
-    They keep what they prepare in ``folder``, by model, form and the steps of a recipe; and by form alone
-    what has the inputs and outputs of each source on the CPU.
+    They keep what they prepare in ``folder``, by source and the steps of a recipe; and by source alone what
+    has its inputs and outputs on the CPU.
     """
 
     build: Build
@@ -187,7 +187,7 @@ class Steps:
                 folder = self.build.scratch("validate")
                 return worker.call(request, folder, location=job.location, step="validation")
 
-        source, validation = self._sources.get(_form(job, to_run)), None
+        source, validation = self._sources.get(_source_key(job, to_run)), None
         if source is None and target.provider.by_library:
             # Without its device nothing is run, and the source may be large.
             validation = call(replace(request, tolerance=None))
@@ -206,8 +206,8 @@ class Steps:
         """
         worker = worker or self.build.workers
         changes = ((c.kind, c.refused and c.refused[index]) for c in recipe.changes)
-        form = _form(job, job.models[index])
-        steps = (form, recipe.simplifier, recipe.fuse, *changes, recipe.corrections)
+        source = _source_key(job, job.models[index])
+        steps = (source, recipe.simplifier, recipe.fuse, *changes, recipe.corrections)
         if steps in self._prepared:
             return self._prepared[steps]
         if recipe.corrections:
@@ -270,7 +270,7 @@ class Steps:
         from hatch_epcontext.worker.requests import PrepareRequest
 
         folder, settings = self.folder / str(next(self._numbers)), job.target.settings
-        source = self._sources.get(_form(job, model))
+        source = self._sources.get(_source_key(job, model))
         tolerance = model.tolerance_for(job.target) if settings.changes_precision else None
         request = PrepareRequest(
             model,
@@ -288,7 +288,7 @@ class Steps:
         # Which makes both folders.
         call = folder / "call"
         prepared = worker.call(request, call, location=job.location, step="preparation")
-        self._sources.setdefault(_form(job, model), prepared)
+        self._sources.setdefault(_source_key(job, model), prepared)
         return prepared
 
     def _change(
@@ -330,8 +330,8 @@ def _is_emulated(target: Target) -> bool:
     return target.provider.number_format(settings.device, settings.provider_options) is not None
 
 
-def _form(job: Job, model: Model) -> Hashable:
-    """The form in which ``job`` needs ``model`` prepared: other inputs give other outputs."""
+def _source_key(job: Job, model: Model) -> Hashable:
+    """Identifies what ``model`` is to ``job`` before any recipe: other inputs give other outputs."""
     return model.name, tuple(model.shapes.items()), job.target.settings.dequantize
 
 

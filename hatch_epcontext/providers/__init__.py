@@ -55,7 +55,7 @@ DISTRIBUTIONS = (
 
 
 def find(name: str) -> Provider | None:
-    """The provider with this name, EP name or alias, in any spelling; None for an unknown name."""
+    """The provider with this name or EP name, in any spelling; None for an unknown name."""
     return next((provider for provider in PROVIDERS.values() if provider.has_name(name)), None)
 
 

@@ -55,7 +55,7 @@ def test_a_fingerprint_does_not_depend_on_order(job: Job) -> None:
         with_settings(job, dataclasses.replace(job.target.settings, provider_options=ordered))
         for ordered in (options, dict(sorted(options.items())))
     )
-    assert one.key(SHA256) == other.key(SHA256)
+    assert one.fingerprint(SHA256) == other.fingerprint(SHA256)
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CompileSettings)])
@@ -63,7 +63,7 @@ def test_every_compile_setting_changes_the_fingerprint(job: Job, name: str) -> N
     settings = dataclasses.replace(job.target.settings, **{name: CHANGED[name]})
     assert settings != job.target.settings
     changed = with_settings(job, settings)
-    assert changed.key(SHA256) != job.key(SHA256)
+    assert changed.fingerprint(SHA256) != job.fingerprint(SHA256)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_is_fixed_in_a_model_counts_and_where_it_is_and_how_it_is_validated
 ) -> None:
     (model,) = job.models
     changed = dataclasses.replace(job, models=(dataclasses.replace(model, **changes),))
-    assert (changed.key(SHA256) != job.key(SHA256)) is counts
+    assert (changed.fingerprint(SHA256) != job.fingerprint(SHA256)) is counts
 
 
 def test_where_a_model_and_its_sizes_are_listed_does_not_count(
@@ -97,7 +97,7 @@ def test_where_a_model_and_its_sizes_are_listed_does_not_count(
 
     def keys_of_a(root: Path, toml: str) -> dict[str, str]:
         jobs = plan(configured(root, toml)).jobs
-        return {job.name: job.key(SHA256) for job in jobs if job.name != "b"}
+        return {job.name: job.fingerprint(SHA256) for job in jobs if job.name != "b"}
 
     keys = keys_of_a(project, SIZED.format("", "{ n = 1 }, { n = 2 }"))
     assert keys.keys() == {"a.n1", "a.n2"}
@@ -116,10 +116,10 @@ def test_what_counts_has_no_path_and_no_key_of_the_configuration(project: Path) 
 
 
 def test_contents_and_members_change_the_fingerprint(job: Job) -> None:
-    same = job.key(SHA256)
-    assert job.key(["01"]) != same
+    same = job.fingerprint(SHA256)
+    assert job.fingerprint(["01"]) != same
     twice = dataclasses.replace(job, models=job.models * 2)
-    assert twice.key(SHA256 * 2) != same
+    assert twice.fingerprint(SHA256 * 2) != same
 
 
 def test_how_it_is_loaded_and_where_it_is_compiled_does_not_count(job: Job) -> None:
@@ -127,4 +127,4 @@ def test_how_it_is_loaded_and_where_it_is_compiled_does_not_count(job: Job) -> N
         job.target, load_options={"a": "1"}, min_coverage=0.1, resources={"NPU": 1}
     )
     changed = dataclasses.replace(job, target=target)
-    assert changed.key(SHA256) == job.key(SHA256)
+    assert changed.fingerprint(SHA256) == job.fingerprint(SHA256)

@@ -464,7 +464,7 @@ def test_accidents_are_not_stored_and_what_has_won_stays() -> None:
     assert name_of(winner.recipe) == "rewrite"
     assert again.compiled == []
     # With other terms it may be another one.
-    again.finish(replace(known, min_coverage=0.5, terms="others"))
+    again.finish(replace(known, min_coverage=0.5))
     assert again.tried == ["plain"]
 
 
