@@ -123,9 +123,11 @@ def _faults(
             yield "path", message, "Rename it: onnxruntime-genai refuses '..'."
         elif name not in config.cached and not is_regular(folder / name):
             yield "path", f"names the file {show(name)}, which is missing.", "Fetch it."
-    for name in (name for name in beside if not is_portable(name)):
-        message = f"is beside {show(name)}, which is no name of a file on every system."
-        yield "path", message, "Rename it."
+    root = folder.resolve()
+    links = [name for name in beside if not (folder / name).resolve().is_relative_to(root)]
+    for name in dict.fromkeys([*(name for name in beside if not is_portable(name)), *links]):
+        what = "a link out of the folder" if name in links else "no name of a file on every system"
+        yield "path", f"is beside {show(name)}, which is {what}.", "Replace it: apps get all files."
     for name in re.findall(r'"([^"]+\.(?:dll|dylib|so))"', json.dumps(config.content)):
         message = f"names the library {show(name)}, which is for one system."
         yield "path", message, 'Remove it. For QNN, "backend_type": "htp" is right on every system.'

@@ -184,3 +184,10 @@ def test_the_token_that_fills_a_chunk_begins_no_prompt(project: Path) -> None:
     message = "has the pad_token_id 0, and prompts begin with [1, 0] (bos_token_id)"
     assert_one_problem(project, LLAMA + NPU, "models[0].path", message)
     assert read(project, LLAMA + RTX + CPU).models
+
+
+def test_a_link_out_of_the_folder_is_not_shipped(project: Path, folder: Path) -> None:
+    (project / "secret.json").write_text("{}")
+    (folder / "vocabulary.json").symlink_to(project / "secret.json")
+    message = 'is beside "vocabulary.json", which is a link out of the folder'
+    assert_one_problem(project, LLAMA + CPU, "models[0].path", message)
