@@ -41,19 +41,19 @@ class Rewritten(NamedTuple):
 
 def apply(
     model: onnx.ModelProto,
-    rewrites: Iterable[Rewrite],
+    to_apply: Iterable[Rewrite],
     refused: frozenset[str] | None,
     types: Types,
     limit: int | None = None,
 ) -> Rewritten:
-    """Replace nodes of ``refused`` operators in ``model``, in place, by one of ``rewrites`` after the other.
+    """Replace nodes of ``refused`` operators in ``model``, in place, by one of ``to_apply`` after the other.
 
     Without ``refused`` those of all operators. ``types``: the known types of its values. Raises
     TooManyNodesError if the graph would get more than ``limit`` nodes.
     """
     names: list[str] = []
     declined: list[Declined] = []
-    for rewrite in rewrites:
+    for rewrite in to_apply:
         operators = rewrite.operators if refused is None else rewrite.operators & refused
         if not any(graph.operator(node) in operators for node in graph.nodes(model.graph)):
             continue
