@@ -174,15 +174,15 @@ def stages(model: Model) -> tuple[Model, ...]:
     plain = dataclasses.replace(model, targets=still_open, static_shapes=False, shapes=shapes)
     if not fixed:
         return (plain,)
-    modules, in_fixed = model.modules, {target.name for target in fixed}
+    modules, in_fixed = model.companion_modules, {target.name for target in fixed}
     in_stages = {name: module for name, module in modules.items() if name in in_fixed}
     rest = {name: module for name, module in modules.items() if name not in in_fixed}
-    plain = dataclasses.replace(plain, modules=rest)
+    plain = dataclasses.replace(plain, companion_modules=rest)
     names = config.cached or (str(genai.chunk), "1")
     members = tuple(f"{model.name}.{name}" for name in names)
     common: dict[str, Any] = {
         "targets": fixed,
-        "modules": in_stages,
+        "companion_modules": in_stages,
         "fallback": "none",
         "shape_set": ShapeSet(model.name, members, tuple(target.name for target in model.targets)),
         "share_weights": f"{model.name}.shared" if len(names) > 1 else None,

@@ -134,7 +134,7 @@ class Resolver:
             name: (companion or "").replace("-", "_") for name, companion in companions.items()
         }
         modules = modules if any(modules.values()) else {}
-        return dataclasses.replace(model, targets=tuple(targets), modules=modules)
+        return dataclasses.replace(model, targets=tuple(targets), companion_modules=modules)
 
     def _relative(self, path: Path) -> str:
         inside = path.is_relative_to(self._root)

@@ -209,10 +209,10 @@ class Model:
     license expression. ``validate.inputs`` is one of `SYNTHETIC`, or an absolute path. ``download``: where
     a model comes from that is not in the project; ``path`` is then its place in the user's cache. ``genai``:
     for a language model in a folder of onnxruntime-genai.
-    ``companion``: the distribution of the companion wheel with the source. ``modules``: if there are
-    companions, the import package of the one that each of its targets is in, in order and with the source;
-    empty for the app's own wheel. ``content``: of a model that the build has written, identifies what it was
-    made of.
+    ``companion``: the distribution of the companion wheel with the source. ``companion_modules``: if there
+    are companions, the import package of the one that each of its targets is in, in order and with the
+    source; empty for the app's own wheel. ``content``: of a model that the build has written, identifies
+    what it was made of.
     """
 
     name: str
@@ -234,7 +234,7 @@ class Model:
     origin: Path | None = None
     genai: Genai | None = None
     companion: str | None = None
-    modules: Mapping[str, str] = field(default_factory=dict)
+    companion_modules: Mapping[str, str] = field(default_factory=dict)
     content: str = ""
 
     def place(self, name: str) -> Key:

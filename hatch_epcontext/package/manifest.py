@@ -212,7 +212,7 @@ def make(
             if companions:
                 modules = {
                     target: "" if target in variants else module
-                    for target, module in source.model.modules.items()
+                    for target, module in source.model.companion_modules.items()
                 }
                 about = dataclasses.replace(about, modules=modules)
             components[name] = Component(variants=variants, additional_metadata={METADATA: about})

@@ -113,7 +113,7 @@ def test_a_language_model_is_in_one_wheel_with_its_targets(tmp_path: Path) -> No
     assert_one_problem(tmp_path, toml, "models[0]", "all its targets have to be in the wheel with")
     table = 'llama", fallback = { companion = "my-app-models" }'
     model = read(tmp_path, toml.replace('llama"', table)).models[-1]
-    assert model.modules == {"rtx": "my_app_models", "source": "my_app_models"}
+    assert model.companion_modules == {"rtx": "my_app_models", "source": "my_app_models"}
 
 
 @pytest.mark.parametrize("name", ["My-App", "my_app_models", "3d-models", ""])
