@@ -165,7 +165,10 @@ def test_what_has_not_changed_comes_from_the_cache(
 
 
 def test_without_a_cache_it_is_compiled_again(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    user_cache: Path,
 ) -> None:
     monkeypatch.setenv("HATCH_EPCONTEXT_NO_CACHE", "1")
     make(root)
@@ -173,7 +176,7 @@ def test_without_a_cache_it_is_compiled_again(
     text = capsys.readouterr().err
     assert "from the cache" not in text
     assert "HATCH_EPCONTEXT_NO_CACHE=1 (from the environment)" in text
-    assert not [path for path in (tmp_path / "user-cache").rglob("*") if path.is_file()]
+    assert not [path for path in user_cache.rglob("*") if path.is_file()]
 
 
 KEY = f"ed25519:{'A' * 43}="
@@ -261,12 +264,12 @@ def test_an_invalid_configuration_is_one_message(
 
 
 def test_a_failed_job_is_one_message_and_leaves_nothing(
-    root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    root: Path, capsys: pytest.CaptureFixture[str], user_cache: Path
 ) -> None:
     (root / "models" / "a.onnx").write_text("text", encoding="utf-8")
     assert "a.onnx is not an ONNX model" in failure(root, capsys)
     assert list((root / "dist").iterdir()) == []
-    assert not [path for path in (tmp_path / "user-cache").rglob("*") if path.is_file()]
+    assert not [path for path in user_cache.rglob("*") if path.is_file()]
 
 
 def test_what_onnxruntime_says_of_a_name_is_shown_as_text(

@@ -63,7 +63,9 @@ def answers(site: Path, what: object) -> Any:
     argument = what if isinstance(what, Path) else json.dumps(what)
     env = {**os.environ, "PYTHONPATH": str(site), "ORT_DISABLE_TELEMETRY": "1"}
     printed = run(sys.executable, "-c", CHAT, str(argument), cwd=site, env=env)
-    return json.loads(printed.splitlines()[-1])
+    # The simulator prints lines of its own, and some at the end.
+    (answer,) = (line for line in printed.splitlines() if line.startswith("["))
+    return json.loads(answer)
 
 
 def install(wheel: Path, site: Path) -> Path:

@@ -84,7 +84,9 @@ def test_an_unknown_key_is_an_error_with_a_suggestion(tmp_path: Path, key: str, 
         config(tmp_path, {key: 1})
 
 
-def test_variables_about_the_build_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_about_the_build_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user_cache: Path
+) -> None:
     monkeypatch.setenv("HATCH_EPCONTEXT_JOBS", "3")
     monkeypatch.setenv("HATCH_EPCONTEXT_TIMEOUT", "5")
     monkeypatch.setenv("HATCH_EPCONTEXT_TARGETS", "x-elite")
@@ -92,7 +94,7 @@ def test_variables_about_the_build_count(tmp_path: Path, monkeypatch: pytest.Mon
     found = config(tmp_path, {})
     assert (found.build.jobs, found.build.timeout) == (3, 5)
     assert found.models[0].validate.mode == "auto"
-    assert found.environment.cache_dir == tmp_path / "user-cache"
+    assert found.environment.cache_dir == user_cache
 
 
 def test_a_setting_wins_over_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
