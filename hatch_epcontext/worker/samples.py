@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -225,21 +225,13 @@ def _digest(steps: Sequence[Arrays]) -> int:
     )
 
 
-def run_samples(
-    run: Callable[[Sample], T],
-    inputs: Sequence[TensorFacts],
-    model: Model,
-    ranges: Mapping[str, Range],
-    multiply_adds: int = 1,
-    states: Mapping[str, str] | None = None,
-    most: int = MANY,
-) -> list[T]:
-    """Return the result of ``run`` for each of the `samples` of ``inputs``.
+def run_samples(run: Callable[[Sample], T], feeds: Iterable[Sample], model: Model) -> list[T]:
+    """Return the result of ``run`` for each of ``feeds``, which are `samples` of ``model``.
 
     Raises what ``run`` raises, but not for synthetic samples after the first: they may be extremes that the
     graph rejects, although its ranges do not show it.
     """
-    first, *others = samples(inputs, model, ranges, multiply_adds, states, most)
+    first, *others = feeds
     results = [run(first)]
     for sample in others:
         try:

@@ -162,7 +162,7 @@ def test_extremes_that_fail_are_left_out() -> None:
             raise RuntimeError("refused")
         return sample.name
 
-    found = run_samples(run, [X], spec(), {"x": OPEN}, 10**11)
+    found = run_samples(run, samples([X], spec(), {"x": OPEN}, 10**11), spec())
     names = ("random", "zeros at 1", "tone at 0.1", "low tone at 1", "decay at 0.1", "burst at 1")
     assert found == list(names)
 
@@ -179,5 +179,5 @@ def test_other_errors_are_raised_at_once(error: Exception) -> None:
             raise error
 
     with pytest.raises(type(error), match="no"):
-        run_samples(run, [X], spec(), {"x": OPEN})
+        run_samples(run, samples([X], spec(), {"x": OPEN}), spec())
     assert len(names) == (2 if isinstance(error, ModelError) else 1)

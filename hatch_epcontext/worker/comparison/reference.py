@@ -48,7 +48,7 @@ from hatch_epcontext.worker.comparison.selections import selections
 from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import FEW_SAMPLES, GAIN, Agreement, AgreementStatus
-from hatch_epcontext.worker.samples import MANY, SOME, Sample, run_samples
+from hatch_epcontext.worker.samples import MANY, SOME, Sample, run_samples, samples
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.source import ranges_for, running_source, typed_graph
 from hatch_epcontext.worker.states import state_pairs
@@ -107,13 +107,11 @@ def reference(
         ranges = ranges_for(folded, inputs, model)
         names = [value.name for value in fixed.graph.output]
         for most in (MANY,) if emulated else (SOME, MANY):
-            runs = run_samples(cpu.run, inputs, model, ranges, cost, states, most)
+            feeds = samples(inputs, model, ranges, cost, states, most)
+            runs = run_samples(cpu.run, feeds, model)
             if all(tells(name, runs) for name in names):
                 break
-        outputs = {
-            **output_facts(typed, chosen.reads, opset),
-            **output_facts(folded, names, opset),
-        }
+        outputs = output_facts(typed, chosen.reads, opset) | output_facts(folded, names, opset)
         random = cpu.random(runs[0])
         is_fixed = all(tensor.is_fixed for tensor in inputs)
         batch = cpu.batch(runs) if is_fixed and cost < _SLOW else {}
