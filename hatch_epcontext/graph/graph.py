@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -98,17 +99,23 @@ def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     return [node for node in nodes(graph) if node.op_type != "Constant"]
 
 
-def name_nodes(graph: onnx.GraphProto) -> None:
-    """Give the nodes of ``graph`` that have no name that of their first output, in place."""
+def name_nodes(graph: onnx.GraphProto) -> bool:
+    """Give each node of ``graph`` a name of its own, in place: that of its first output, if it has none, and
+    a number if another node has it. Returns whether a name changed.
+    """
     nodes = compute_nodes(graph)
-    names = {node.name for node in nodes}
+    names, counts = {node.name for node in nodes}, Counter[str]()
+    own, changed = {""}, False
     for node in nodes:
-        if not node.name:
-            name = next(filter(None, node.output), node.op_type)
-            while name in names:
-                name += "_"
-            node.name = name
-            names.add(name)
+        if node.name in own:
+            stem = unique = node.name or next(filter(None, node.output), node.op_type)
+            while unique in names:
+                counts[stem] += 1
+                unique = f"{stem}_{counts[stem]}"
+            node.name, changed = unique, True
+            names.add(unique)
+        own.add(node.name)
+    return changed
 
 
 def order_layout_changes(graph: onnx.GraphProto) -> None:

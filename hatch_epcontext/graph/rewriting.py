@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,9 +33,12 @@ def rewrites(*operators: str, nested: bool = True) -> Callable[[Rule], Rewrite]:
 
 
 class Rewritten(NamedTuple):
-    """The names of the rewrites that changed a model, and why others left refused nodes as they are."""
+    """The names of the rewrites that changed a model, the number of nodes that they replaced, and why others
+    left refused nodes as they are.
+    """
 
     names: tuple[str, ...] = ()
+    replaced: int = 0
     declined: tuple[Declined, ...] = ()
 
 
@@ -45,24 +48,36 @@ def apply(
     refused: frozenset[str] | None,
     types: Types,
     limit: int | None = None,
+    kept: Collection[str] = (),
 ) -> Rewritten:
     """Replace nodes of ``refused`` operators in ``model``, in place, by one of ``to_apply`` after the other.
 
-    Without ``refused`` those of all operators. ``types``: the known types of its values. Raises
-    TooManyNodesError if the graph would get more than ``limit`` nodes.
+    Without ``refused`` those of all operators. Nodes with names in ``kept`` stay; what a rewrite adds, a
+    later one may replace. ``types``: the known types of its values. Raises TooManyNodesError if the graph
+    would get more than ``limit`` nodes.
     """
     names: list[str] = []
     declined: list[Declined] = []
+    replaced = 0
     for rewrite in to_apply:
         operators = rewrite.operators if refused is None else rewrite.operators & refused
-        if not any(graph.operator(node) in operators for node in graph.nodes(model.graph)):
+        if not any(
+            graph.operator(node) in operators and node.name not in kept
+            for node in graph.nodes(model.graph)
+        ):
             continue
         builder = Builder(model, limit)
-        rules = dict.fromkeys(operators, rewrite.rule)
-        if builder.replace(Scope.of(model, types), rules, nested=rewrite.nested):
+        rules = dict.fromkeys(operators, _except(kept, rewrite.rule))
+        if number := builder.replace(Scope.of(model, types), rules, nested=rewrite.nested):
+            replaced += number
             builder.write()
             for body in graph.graphs(model.graph):
                 remove_unused(body)
             names.append(rewrite.name)
         declined += [replace(reason, rewrite=rewrite.name) for reason in builder.declined]
-    return Rewritten(tuple(names), tuple(declined))
+    return Rewritten(tuple(names), replaced, tuple(declined))
+
+
+def _except(kept: Collection[str], rule: Rule) -> Rule:
+    """``rule`` for all nodes but those with names in ``kept``."""
+    return lambda node, scope, builder: None if node.name in kept else rule(node, scope, builder)

@@ -31,19 +31,19 @@ PACKAGE = "package"
 """The folder below staging that becomes the model package: cached artifacts go straight to their place."""
 
 
-Operators = tuple[str, ...]
-"""Operators, as `graph.operator` writes them, sorted."""
+Nodes = tuple[str, ...]
+"""The names of nodes, sorted."""
 
 
 @dataclass(frozen=True)
 class Change:
     """A change of a job's prepared models: rewriting, or unrolling.
 
-    ``refused``: the operators that the EP refuses in each model; None for all, if it names none.
+    ``refused``: the nodes that the EP refuses in each model; None for all, if it compiled nothing.
     """
 
     kind: Literal["rewrite", "unroll"]
-    refused: tuple[Operators, ...] | None
+    refused: tuple[Nodes, ...] | None
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Recipe:
         return next(filter(None, groups), frozenset())
 
     def with_change(
-        self, kind: Literal["rewrite", "unroll"], refused: tuple[Operators, ...] | None
+        self, kind: Literal["rewrite", "unroll"], refused: tuple[Nodes, ...] | None
     ) -> Recipe:
         """This recipe with one more `Change`."""
         return dataclasses.replace(self, changes=(*self.changes, Change(kind, refused)))

@@ -219,6 +219,7 @@ def _summarize_model(preparation: Preparation, context: Context) -> Iterator[str
     if preparation.precision:
         yield preparation.precision
     if preparation.rewrites:
-        yield count(len(preparation.rewrites), "rewrite")
+        of = f" of {count(preparation.replaced, 'node')}" if preparation.replaced else ""
+        yield f"{count(len(preparation.rewrites), 'rewrite')}{of}"
     if preparation.options:
         yield f"with {', '.join(preparation.options)}"

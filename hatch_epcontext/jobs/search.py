@@ -26,7 +26,7 @@ from hatch_epcontext.graph.number_format import (
     FOR_RANGES,
     RewriteName,
 )
-from hatch_epcontext.jobs.artifact import Operators, Recipe, Record, Refused
+from hatch_epcontext.jobs.artifact import Nodes, Recipe, Record, Refused
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count
@@ -184,18 +184,18 @@ class Attempt:
         return self.may_ship, self.is_whole, not self.recipe.dequantize, self.share, -parts
 
     @property
-    def uncovered_operators(self) -> tuple[Operators, ...] | None:
-        """The operators that are left to the CPU in each of the models.
+    def refused_nodes(self) -> tuple[Nodes, ...] | None:
+        """The nodes that are left to the CPU in each of the models.
 
         None if nothing was compiled: then all may be the cause, and a change applies to all that it handles.
         """
         if self.refused:
             return None
-        return tuple(tuple(sorted({node.op for node in c.uncovered})) for c in self.coverages)
+        return tuple(tuple(sorted(node.name for node in c.uncovered)) for c in self.coverages)
 
     def recipe_with(self, kind: Literal["rewrite", "unroll"]) -> Recipe:
         """Its recipe with one more change of what the EP leaves or refuses."""
-        return self.recipe.with_change(kind, self.uncovered_operators)
+        return self.recipe.with_change(kind, self.refused_nodes)
 
     @property
     def declined(self) -> tuple[Declined, ...]:
@@ -351,7 +351,7 @@ def _with_options(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     if more is None or last.recipe.options:
         return None
     # If it refuses everything, it is unknown which operators they would help.
-    left = {operator for operators in last.uncovered_operators or () for operator in operators}
+    left = {node.op for coverage in last.coverages for node in coverage.uncovered}
     are_set = not more.options.keys().isdisjoint(form.search.settings.provider_options)
     if are_set or left.isdisjoint(more.operators):
         return None

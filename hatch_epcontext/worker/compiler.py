@@ -203,6 +203,18 @@ def optimize(
     return session
 
 
+def load_named(path: Path) -> onnx.ModelProto:
+    """Load the model at ``path`` without its external data, and write it again if its nodes need names.
+
+    An EP reports the nodes that it refuses by their names, which those that ONNX Runtime puts in the place of
+    a function may lack.
+    """
+    model = onnx.load(path, load_external_data=False)
+    if graph.name_nodes(model.graph):
+        onnx.save(model, path)
+    return model
+
+
 def _move_external(result: Path, data: str | None) -> None:
     """Move the external tensors of bodies to the main graph of ``result``.
 

@@ -119,11 +119,11 @@ class PrepareRequest(WorkerRequest[Prepared], action="prepare", fills="folder"):
 class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     """Rewrite the model ``before``, which was made of ``model``, where an EP refuses it.
 
-    ``refused``: the operators that the EP refuses; None for all. The result is simplified with
-    ``simplify``, and compared with the source on the CPU if ``before`` has a reference. ``folder`` exists and
-    is empty. ``tolerance``: how far it may differ if its numbers were changed before. With an
-    ``unroll_limit`` loops and layers of known length are unrolled instead, up to that many nodes. With
-    ``corrections``, the ids of rewrites for accuracy, only these are applied.
+    ``refused``: the names of the nodes that the EP refuses; None for all. Nodes that a rewrite adds count as
+    refused. The result is simplified with ``simplify``, and compared with the source on the CPU if ``before``
+    has a reference. ``folder`` exists and is empty. ``tolerance``: how far it may differ if its numbers were
+    changed before. With an ``unroll_limit`` loops and layers of known length are unrolled instead, up to that
+    many nodes. With ``corrections``, the ids of rewrites for accuracy, only these are applied.
     """
 
     model: Model

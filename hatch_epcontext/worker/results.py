@@ -51,7 +51,7 @@ class Preparation:
 
     ``control_flow``: operators that choose or repeat inner graphs.
     ``precision``: how its numbers were changed, in words.
-    ``rewrites``: what was rewritten.
+    ``rewrites``: what was rewritten; ``replaced``: how many nodes these replaced.
     ``options``: those with which the EP compiles more nodes.
     ``tried``: changes that were wrong and left out, and other recipes, each with its result.
     ``declined``: why rewrites left refused nodes as they are.
@@ -63,6 +63,7 @@ class Preparation:
     control_flow: tuple[str, ...] = ()
     precision: str | None = None
     rewrites: tuple[str, ...] = ()
+    replaced: int = 0
     options: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
     declined: tuple[Declined, ...] = ()

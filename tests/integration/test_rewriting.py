@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -37,8 +38,42 @@ def test_what_is_refused_is_rewritten_and_named(tmp_path: Path) -> None:
     assert compiled.preparation.rewrites == names
     assert compiled.preparation.tried == ("unmodified: 3 nodes on the CPU",)
     assert compiled.validation.status is ValidationStatus.RAN
-    assert any("3 rewrites" in line for line in lines)
+    assert any("3 rewrites of 3 nodes" in line for line in lines)
     assert onnx.load(tmp_path / "a.onnx") == refused
+
+
+ODD: dict[str, tuple[int, str, dict[str, Any], int]] = {
+    "decompose_normalization": (23, """(float[1, 4, 8, 16] x) => (float[1, 4, 8, 16] y) {
+        a = Sigmoid (x)
+        [good] b = RMSNormalization (a, s)
+        [odd] c = RMSNormalization <axis = 2> (b, t)
+        [better] d = RMSNormalization (c, s)
+        y = Sigmoid (d) }""", {"s": (16,), "t": (8, 16)}, 5 - 1 + 6),
+    "clip_as_max_min": (17, """(float[4, 8] x) => (float[4, 8] y) <float low = {0.1}, float high = {0.9}> {
+        a = Sigmoid (x)
+        [good] b = Clip (a, low, high)
+        m = ReduceMin <keepdims = 0> (x)
+        [odd] c = Clip (b, m, m)
+        [better] d = Clip (c, low, high)
+        y = Sigmoid (d) }""", {}, 6 - 1 + 2),
+}  # fmt: skip
+"""By the rewrite that applies: one node that QNN refuses among others of its operator; the nodes after it."""
+
+
+@pytest.mark.parametrize("rewrite", ODD)
+def test_the_good_nodes_of_an_operator_stay_where_an_odd_one_is_refused(
+    tmp_path: Path, rewrite: str
+) -> None:
+    opset, text, stored, nodes = ODD[rewrite]
+    lines: list[str] = []
+    compiled = compile_for_qnn(parsed(text, opset, **stored), tmp_path, log=lines.append)
+    prepared = compiled.preparation
+    assert (prepared.rewrites, prepared.replaced, prepared.nodes) == ((rewrite,), 1, nodes)
+    assert prepared.tried == ("unmodified: 1 node on the CPU",)
+    assert compiled.coverage is not None
+    assert (compiled.coverage.nodes, compiled.coverage.uncovered) == (nodes, ())
+    assert compiled.validation.status is ValidationStatus.RAN
+    assert any("1 rewrite of 1 node" in line for line in lines)
 
 
 SLICING = """(float[4, 8] x) => (float[2, 3] y) <int64[2] zero = {0, 0}, int64[2] one = {1, 2},

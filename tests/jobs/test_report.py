@@ -61,15 +61,15 @@ def test_how_it_was_prepared_is_in_the_line_and_what_was_tried_in_the_report(
         5,
         4,
         rewrites=("slice_as_gather",),
+        replaced=2,
         options=("offload = 0",),
         tried=("onnxruntime failed: the graph cannot be loaded.",),
     )
     record = dataclasses.replace(artifact.record, preparations=(prepared,))
     artifact = dataclasses.replace(artifact, record=record)
     result = resulting(configured(project), artifact)
-    assert "compiled, optimized graph, 1 rewrite, with offload = 0, " in summarize(
-        result.built[0], 1
-    )
+    line = summarize(result.built[0], 1)
+    assert "compiled, optimized graph, 1 rewrite of 2 nodes, with offload = 0, " in line
     page = render_page(make_report(result), "a")
     assert "slice_as_gather" in page
     assert "onnxruntime failed: the graph cannot be loaded." in page

@@ -392,11 +392,11 @@ def test_results_decide_nothing_for_groups_and_optimized_graphs(
     assert ep.tried == ep.validated == ["plain"]
 
 
-def test_a_change_gets_the_operators_that_were_refused() -> None:
+def test_a_change_gets_the_nodes_that_were_refused() -> None:
     ep = Ep({"plain": ("If", "Clip", "If"), "rewrite": CRASH, "rewrite rewrite": ()})
     ep.finish(search_for())
     changes = ep.compiled[-1].changes
-    assert [change.refused for change in changes] == [(("Clip", "If"),), None]
+    assert [change.refused for change in changes] == [(("n0", "n1", "n2"),), None]
 
 
 def test_what_leaves_the_least_control_flow_is_compiled_in_the_end() -> None:

@@ -32,7 +32,7 @@ from hatch_epcontext.worker.comparison.runs import (
     write_reference,
 )
 from hatch_epcontext.worker.comparison.selections import open_with_reads
-from hatch_epcontext.worker.compiler import optimize
+from hatch_epcontext.worker.compiler import load_named, optimize
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import Prepared, PrepareRequest
 from hatch_epcontext.worker.session import cpu_options, open_session
@@ -86,7 +86,7 @@ def handle(request: PrepareRequest) -> Prepared:
         result, simplified = quantized, None
     if expected is not None and (simplified is not None or done is not None):
         _compare(simplified, result, expected, request, done)
-    prepared = onnx.load(result, load_external_data=False)
+    prepared = load_named(result)
     return Prepared(
         request.simplifier,
         nodes_before,

@@ -35,7 +35,7 @@ from hatch_epcontext.worker.comparison.runs import (
     for_other_numbers,
     read_reference,
 )
-from hatch_epcontext.worker.compiler import optimize
+from hatch_epcontext.worker.compiler import load_named, optimize
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest
@@ -90,28 +90,29 @@ def _dropped(name: str, error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _RewriteSession:
-    """``refused``: the operators to rewrite, None for all. ``expected``: the source's results, if they are
-    compared.
-
-    ``types``: of the prepared model's values.
+    """``refused``: the operators to rewrite, None for all; ``kept``: the names of their nodes that stay.
+    ``expected``: the source's results, if they are compared. ``types``: of the prepared model's values.
     """
 
     request: RewriteRequest
     refused: frozenset[str] | None
+    kept: frozenset[str]
     expected: Reference | None
     types: Types
 
     @staticmethod
     def begin(request: RewriteRequest) -> _RewriteSession:
         model = onnx.load(request.before.path, load_external_data=False)
-        refused = None
+        refused, kept = None, frozenset[str]()
         if not request.corrections:
-            operators = map(graph.operator, graph.nodes(model.graph))
-            refused = frozenset(operators if request.refused is None else request.refused)
+            nodes = [*graph.nodes(model.graph)]
+            if request.refused is not None:
+                kept = frozenset(node.name for node in nodes).difference(request.refused)
+            refused = frozenset(graph.operator(node) for node in nodes if node.name not in kept)
         reference = request.before.reference
         expected = None if reference is None else read_reference(reference)
         types = value_types(model, Path(request.before.path))
-        return _RewriteSession(request, refused, expected, types)
+        return _RewriteSession(request, refused, kept, expected, types)
 
     def candidates(self) -> tuple[Rewrite, ...]:
         """The rewrites that may change the model."""
@@ -123,18 +124,22 @@ class _RewriteSession:
         """The model after ``rewrites``; raises an exception if it cannot be run, or its results changed."""
         before, limit = self.request.before, self.request.unroll_limit
         path, session, names = Path(before.path), None, dict[str, None]()
+        replaced = before.replaced
         # The length of a loop may be constant only after another one, whose result it is, was unrolled.
         for _ in range(_MAX_ROUNDS if limit is not None and self.request.simplify else 1):
             model = onnx.load(path, load_external_data=False)
-            new, declined = apply(model, rewrites, self.refused, self.types, limit)
+            new, number, declined = apply(
+                model, rewrites, self.refused, self.types, limit, self.kept
+            )
             if not new:
                 break
+            replaced += number
             names |= dict.fromkeys(new)
             path, session = self.write(model, path.parent)
         if session is None:
             return replace(before, changed=False, declined=declined, tried=())
         self.compare(session, path)
-        rewritten = onnx.load(path, load_external_data=False)
+        rewritten = load_named(path)
         return replace(
             before,
             path=str(path),
@@ -142,6 +147,7 @@ class _RewriteSession:
             control_flow=graph.control_flow(rewritten.graph),
             applicable=applicable(rewritten),
             rewrites=(*before.rewrites, *names),
+            replaced=replaced,
             declined=declined,
             tried=(),
             changed=True,

@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Key, ModelError
-from hatch_epcontext.graph import external
+from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.worker.actions.prepare import handle
@@ -111,6 +111,30 @@ def test_all_nodes_get_names_by_which_an_ep_can_refuse_them(tmp_path: Path) -> N
     made = parsed("(float[2] x) => (float[2] y) { y = Relu (x) }")
     reply = run(save(made, tmp_path / "a.onnx"), tmp_path, "onnxruntime")
     assert [node.name for node in onnx.load(reply.path).graph.node] == ["y"]
+
+
+REPEATED = """<ir_version: 8, opset_import: ["" : 17, "our.own" : 1]>
+graph (float[2, 4] x, bool c) => (float[2, 4] y) {
+    a = our.own.twice (x)
+    b = our.own.twice (a)
+    d = If (c) <then_branch = then () => (float[2, 4] t) { [end] t = Softplus (b) },
+                else_branch = other () => (float[2, 4] e) { [end] e = Erf (b) }>
+    [end] y = Sigmoid (d) }
+<domain: "our.own", opset_import: ["" : 17]> twice (p) => (q) { r = Softplus (p) [inner] q = Erf (r) }
+"""
+
+
+@pytest.mark.parametrize(("simplifier", "count"), [("onnxruntime", 8), ("none", 6)])
+def test_no_two_nodes_have_the_same_name(
+    tmp_path: Path, simplifier: Simplifier, count: int
+) -> None:
+    source = save(onnx.parser.parse_model(REPEATED), tmp_path / "a.onnx")
+    reply = run(source, tmp_path, simplifier)
+    model = onnx.load(reply.path)
+    names = {node.name: node.op_type for node in graph.nodes(model.graph)}
+    assert len(names) == reply.nodes == count
+    assert names["end"] == "Sigmoid"
+    assert "" not in names
 
 
 def test_the_simplifier_removes_a_constant_condition(tmp_path: Path) -> None:
