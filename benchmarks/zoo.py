@@ -109,7 +109,7 @@ def facts(report: Any) -> Table:
             f"{coverage['compiled']} of {coverage['nodes']}",
             f"{times['prepare']:.2f} s",
             f"{times['compile']:.2f} s",
-            f"{model['validation']['load']:.3f} s",
+            f"{model['load']:.3f} s",
             f"{max(each['max_abs'] for each in agreements):.2g}",
         )
     return table

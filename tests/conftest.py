@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Times
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record
 from hatch_epcontext.jobs.processes import process, running
 from hatch_epcontext.worker.results import Context, Preparation
 from tests.kept_server import KeptServers, inherited
@@ -216,5 +216,4 @@ def make_record(files: dict[str, FileRecord]) -> Record:
         (context,),
         files,
         {"onnxruntime": "1.0"},
-        Times(0.1, 0.5),
     )

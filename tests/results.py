@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from hatch_epcontext.config.load import load
@@ -19,6 +20,7 @@ from hatch_epcontext.jobs.artifact import (
     Times,
 )
 from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.search import Attempt, Search, Terms
 from hatch_epcontext.package.bundle import bundle, modules
 from hatch_epcontext.package.folder import publish
 from hatch_epcontext.worker.results import (
@@ -26,6 +28,7 @@ from hatch_epcontext.worker.results import (
     Coverage,
     ModelFacts,
     Preparation,
+    Validated,
     Validation,
     ValidationStatus,
 )
@@ -46,8 +49,9 @@ def resulting(config: Config, artifact: Artifact) -> Result:
         _source(model, ModelFacts(facts.inputs, facts.outputs, ())) for model in config.models
     )
     jobs = plan(config).jobs
-    validations = {"a": Validation(ValidationStatus.STRUCTURE, load=0.2, day="2026-11-23")}
-    built = tuple(Built(job, artifact, validations, False) for job in jobs)
+    validation = Validation(ValidationStatus.STRUCTURE)
+    validated = {"a": Validated(validation, load=0.2, day="2026-11-23")}
+    built = tuple(built_from(job, artifact, validated) for job in jobs)
     return Result(sources, built)
 
 
@@ -99,7 +103,15 @@ def _built(job: Job, folder: Path) -> Built:
         tuple(contexts),
         record_files(folder),
         {"onnxruntime": "1.0"},
-        Times(0.1, 0.5),
     )
-    validations = {model.name: Validation(ValidationStatus.RAN) for model in job.models}
-    return Built(job, Artifact(folder, record), validations, False)
+    validated = {model.name: Validated(Validation(ValidationStatus.RAN)) for model in job.models}
+    return built_from(job, Artifact(folder, record), validated)
+
+
+def built_from(job: Job, artifact: Artifact, validated: Mapping[str, Validated]) -> Built:
+    """The result of ``job`` whose only attempt made ``artifact``, which was ``validated``."""
+    record = artifact.record
+    attempt = Attempt(record.recipe, record, seconds=Times(0.1, 0.5), validations=validated)
+    terms = Terms(compared={name: name for name in validated})
+    search = Search(job.target.settings, terms).adding(attempt).won_by(attempt)
+    return Built(job, artifact, search, cached=False)

@@ -151,7 +151,8 @@ def measure(
         if reason := job.reason_not_to_open:
             hint = "Measure the chips one at a time."
             raise BuildError(Problem(Kind.NOT_RUN, job.location, f"{reason}.", hint))
-        artifact = run_job(build, job).artifact
+        built = run_job(build, job)
+        artifact, times = built.artifact, built.attempt.seconds
         recipe = Recipe(artifact.record.recipe.simplifier)
         try:
             prepared = Steps(build, build.scratch("prepared")).prepare(job, 0, recipe)
@@ -161,7 +162,7 @@ def measure(
         folder = staging / f"cache-{len(requests)}"
         folder.mkdir()
         for way, request in _requests(job, prepared, artifact, folder):
-            seconds = artifact.record.times.compile if way in ("compiled", "cached") else 0.0
+            seconds = times.compile if times and way in ("compiled", "cached") else 0.0
             requests.append((Opening(job.name, way, seconds), request))
     numbers = itertools.count()
     for run, (opening, request) in itertools.product(range(runs + 1), requests):

@@ -1,17 +1,16 @@
-"""A job's result: files in a folder with a record, and how each of its models was validated."""
+"""A job's result: files in a folder with a record, and the search that led to it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord, is_sha256
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.number_format import CORRECTIONS, RewriteName
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.serialize import value_sha256
@@ -20,8 +19,12 @@ from hatch_epcontext.worker.results import (
     ModelFacts,
     Preparation,
     Simplifier,
+    Validated,
     Validation,
 )
+
+if TYPE_CHECKING:
+    from hatch_epcontext.jobs.search import Attempt, Search
 
 GENERATOR = "hatch-epcontext"
 """The name that manifests and reports give as their generator, followed by the version."""
@@ -83,10 +86,6 @@ class Recipe:
         simplified = f"simplified by {self.simplifier}" if self.simplifier != "none" else "as it is"
         return ", ".join(parts) or simplified
 
-    def key(self, search: str) -> str:
-        """The key of an attempt with it, in the search with that key."""
-        return value_sha256([search, self])
-
     def form_of(self, job: Job) -> Job:
         """``job`` as this recipe compiles and validates it."""
         return job.dequantized if self.dequantize else job
@@ -115,15 +114,13 @@ class Refused:
     """Why a recipe gave no artifact: the simplifier fails or leaves ``control_flow`` (``"prepare"``), there
     is nothing to change (``"change"``), or the EP refuses the result (``"compile"``).
 
-    ``rewrites``: what was done to the models; ``declined``: why rewrites left nodes as they are.
-    ``is_accident``: whether another build may not meet it.
+    ``rewrites``: what was done to the models. ``is_accident``: whether another build may not meet it.
     """
 
     step: Literal["prepare", "change", "compile"]
     problems: tuple[Problem, ...] = ()
     control_flow: tuple[str, ...] = ()
     rewrites: tuple[str, ...] = ()
-    declined: tuple[Declined, ...] = ()
     is_accident: bool = False
 
     def __post_init__(self) -> None:
@@ -152,7 +149,6 @@ class Record:
     contexts: tuple[Context, ...]
     files: Mapping[str, FileRecord]
     versions: Mapping[str, str]
-    times: Times
     search: str = ""
 
     def __post_init__(self) -> None:
@@ -221,12 +217,29 @@ class Source:
 
 @dataclass(frozen=True)
 class Built:
-    """A finished job: its artifact, and the validation of each of its models by name."""
+    """A finished job, in the form that won its ``search``, and its artifact."""
 
     job: Job
     artifact: Artifact
-    validations: Mapping[str, Validation]
+    search: Search
     cached: bool
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt that won."""
+        winner = self.search.winner
+        assert winner is not None, "a finished job has one"
+        return winner
+
+    @property
+    def validated(self) -> Mapping[str, Validated]:
+        """How each of its models was validated, and when, by name."""
+        return self.search.validations_of(self.attempt)
+
+    @property
+    def validations(self) -> Mapping[str, Validation]:
+        """How each of its models was validated, by name."""
+        return {name: one.validation for name, one in self.validated.items()}
 
 
 @dataclass(frozen=True)

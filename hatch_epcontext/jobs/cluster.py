@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import hide_credentials, pairs
-from hatch_epcontext.worker.results import Validation
 
 CONNECT_SECONDS = 10.0
 """Seconds in which the scheduler must answer."""
@@ -73,13 +72,12 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The result of a job: the ``record`` of its artifact, with files in the shared cache, validations of its
-    models, and its ``search``, if the worker has a cache; or its problems.
+    """The result of a job: the ``record`` of its artifact, with files in the shared cache, and its
+    ``search``; or its problems.
     """
 
     record: Record | None = None
     search: Search | None = None
-    validations: Mapping[str, Validation] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -161,14 +159,14 @@ class Cluster:
             outcome = read_record(future.result(), TaskResult)
         finally:
             future.cancel(force=True)
-        record, folder = outcome.record, self._build.staging / PACKAGE / job.folder
-        if record is None:
+        record, search = outcome.record, outcome.search
+        if record is None or search is None:
             raise BuildError(*outcome.problems)
+        folder = self._build.staging / PACKAGE / job.folder
         self._transport.fetch_files(record.files, folder)
         artifact, form = Artifact(folder, record), record.recipe.form_of(job)
-        built = Built(form, artifact, outcome.validations, cached=False)
-        if outcome.search is not None:
-            store_result(self._build, job, built, outcome.search)
+        built = Built(form, artifact, search, cached=False)
+        store_result(self._build, job, built)
         return built
 
     def _send(self, file: Path) -> FileRecord:
@@ -306,5 +304,4 @@ def _run_job(task: Task, worker: Any, folder: Path) -> TaskResult:
     record = built.artifact.record
     for name in record.files:
         transport.send_file(built.artifact.folder / name)
-    search = cache.get("searches", record.search, Search)
-    return TaskResult(record, search, built.validations)
+    return TaskResult(record, built.search)

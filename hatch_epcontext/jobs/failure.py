@@ -12,7 +12,7 @@ from hatch_epcontext.errors import Advice, BuildError, Key, Kind, Problem, Setti
 from hatch_epcontext.graph.facts import Declined, NodeFacts, describe_nodes, freeze
 from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION
 from hatch_epcontext.jobs.plan import Job
-from hatch_epcontext.jobs.search import Attempt, notes
+from hatch_epcontext.jobs.search import Attempt, Search
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.worker.results import Coverage
 
@@ -26,20 +26,22 @@ _OF_THE_EP = (
 """The kinds of problems that a model has with an EP, and not with the CPU's."""
 
 
-def failure(job: Job, tried: Sequence[Attempt], jobs: Iterable[Job] = ()) -> BuildError:
-    """Why no attempt that was ``tried`` wins: the disagreement nearest to the limits, the nodes that are left
-    to the CPU, or the EP's refusal, in that order. ``jobs``: those of the build.
+def failure(
+    job: Job, search: Search, attempts: Sequence[Attempt], jobs: Iterable[Job] = ()
+) -> BuildError:
+    """Why none of the ``attempts`` of ``search`` wins: the disagreement nearest to the limits, the nodes that
+    are left to the CPU, or the EP's refusal, in that order. ``jobs``: those of the build.
     """
-    compiled = [attempt for attempt in tried if attempt.record is not None]
-    if differing := [attempt for attempt in compiled if attempt.differences]:
-        cause = max(differing, key=lambda a: a.verdict.margin if a.verdict else 0.0)
-        problems = cause.differences
+    compiled = [attempt for attempt in attempts if attempt.record is not None]
+    if differing := [attempt for attempt in compiled if search.differences(attempt)]:
+        cause = max(differing, key=lambda attempt: search.verdict(attempt).margin)
+        problems = search.differences(cause)
     elif covering := [attempt for attempt in compiled if attempt.may_ship]:
         # The best of all forms: it leaves the user least to solve.
         cause = max(covering, key=lambda a: a.share)
         declined = {
             (reason.node, reason.operator, reason.rewrite): reason
-            for attempt in tried
+            for attempt in attempts
             for reason in attempt.declined
         }
         form, contexts = cause.recipe.form_of(job), cause.record.contexts if cause.record else ()
@@ -50,15 +52,15 @@ def failure(job: Job, tried: Sequence[Attempt], jobs: Iterable[Job] = ()) -> Bui
         )[:1]
     else:
         # Without dynamic quantization, if that was undone; or of the last simplifier, if none works.
-        refused = [attempt for attempt in tried if attempt.stopped_in == "compile"]
+        refused = [attempt for attempt in attempts if attempt.stopped_in == "compile"]
         refused.sort(key=lambda attempt: not attempt.recipe.dequantize)
-        cause = (refused or tried[-1:])[0]
+        cause = (refused or attempts[-1:])[0]
         problems = _refusal(job, cause)
     first, *others = (_with_own_keys(job, problem) for problem in problems)
     if cause.day and not job.target.from_cache:
         again = f"This was tried before ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
         first = replace(first, message=f"{first.message}\n{again}")
-    first = replace(first, tried=notes(tried, cause))
+    first = replace(first, tried=search.notes(cause))
     if cause.stopped_in != "prepare" and first.kind in _OF_THE_EP:
         first = _with_last_remedy(first, job, jobs)
     return BuildError(first, *others)

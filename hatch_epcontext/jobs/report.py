@@ -34,7 +34,8 @@ class ModelReport:
     """One model of a job.
 
     ``source_size``: bytes of the source and its external data.
-    ``chip``: what it was compiled for, in words.
+    ``chip``: what it was compiled for, in words. ``load`` and ``day``: the seconds to open it, and when it
+    was validated, see `Validated`.
     """
 
     model: str
@@ -44,6 +45,8 @@ class ModelReport:
     coverage: Coverage | None
     validation: Validation
     chip: str
+    load: float | None
+    day: str
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,16 @@ class JobReport:
     """One job.
 
     ``size``: bytes of all its ``files``.
-    ``times``: those of the build that compiled it.
+    ``times``: those of the build that compiled it, if that is known. ``tried``: rewrites that were wrong and
+    left out, and other recipes, each with its result.
     """
 
     target: str
     provider: str
     cached: bool
     models: tuple[ModelReport, ...]
-    times: Times
+    times: Times | None
+    tried: tuple[str, ...]
     size: int
     group: str | None
     files: Mapping[str, FileRecord]
@@ -67,7 +72,7 @@ class JobReport:
     @property
     def load(self) -> float | None:
         """Seconds to open sessions on all its models; None if one was not opened."""
-        loads = [m.validation.load for m in self.models if m.validation.load is not None]
+        loads = [model.load for model in self.models if model.load is not None]
         return sum(loads) if len(loads) == len(self.models) else None
 
 
@@ -91,8 +96,9 @@ def make_report(result: Result) -> Report:
 
 
 def _report(built: Built, sources: Mapping[str, Source]) -> JobReport:
-    record = built.artifact.record
+    record, winner, validated = built.artifact.record, built.attempt, built.validated
     models = zip(built.job.models, record.preparations, record.contexts, strict=True)
+    tried = (*winner.dropped, *built.search.notes(winner))
     return JobReport(
         target=built.job.target.name,
         provider=built.job.target.provider.name,
@@ -104,12 +110,15 @@ def _report(built: Built, sources: Mapping[str, Source]) -> JobReport:
                 sources[model.name].size,
                 preparation,
                 context.coverage,
-                built.validations[model.name],
+                validated[model.name].validation,
                 _chip(built, context),
+                validated[model.name].load,
+                validated[model.name].day,
             )
             for model, preparation, context in models
         ),
-        times=record.times,
+        times=winner.seconds,
+        tried=tuple(dict.fromkeys(tried)),
         size=built.artifact.size,
         group=built.job.group,
         files=record.files,
@@ -201,14 +210,15 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
 
 def summarize(built: Built, seconds: float) -> str:
     """A job that took ``seconds``, in one line with what a user must know; the report has the rest."""
-    record, validations = built.artifact.record, built.validations.values()
+    record, validations = built.artifact.record, built.validations
     is_ok = all(
-        v.status is ValidationStatus.RAN and v.compared and not v.sensitive for v in validations
+        v.status is ValidationStatus.RAN and v.compared and not v.sensitive
+        for v in validations.values()
     )
     parts = ["ok" if is_ok else "compiled"]
     for preparation, context in zip(record.preparations, record.contexts, strict=True):
         name = f"{context.model} " if built.job.group else ""
-        validation = describe_validation(built.validations[context.model])
+        validation = describe_validation(validations[context.model])
         parts.append(name + ", ".join([*_summarize_model(preparation, context), validation]))
     parts.append("from the cache" if built.cached else f"{seconds:.1f} s")
     return f"{built.job.location} ({built.job.target.provider.name}): {', '.join(parts)}"

@@ -105,10 +105,12 @@ def _matrix(report: Report) -> list[_Html]:
 
 
 def _job(job: JobReport) -> _Html:
-    facts = {
-        "compiled in": [f"{job.times.compile:.1f} s{', from the cache' if job.cached else ''}"],
+    times, cached = job.times, ", from the cache" if job.cached else ""
+    facts: dict[str, Iterable[str]] = {
+        "compiled in": [f"{times.compile:.1f} s{cached}"] if times else [],
         "with": [f"{job.provider}, {pairs(job.versions)}"],
         "files": (f"{n}, {show_size(f.size)}, sha256 {f.sha256}" for n, f in job.files.items()),
+        "also tried": job.tried,
     }
     models = [_model(model, job) for model in job.models]
     return _tag("article", _tag("h3", _name(job)), _facts(facts), models, id=_name(job, "-"))
@@ -117,14 +119,13 @@ def _job(job: JobReport) -> _Html:
 def _model(model: ModelReport, job: JobReport) -> list[_Html]:
     validation, prepared, coverage = model.validation, model.preparation, model.coverage
     # Where and when it was run: its validation means little without that.
-    run = (model.chip, validation.day, pairs(job.versions)) if validation.day else ()
+    run = (model.chip, model.day, pairs(job.versions)) if model.day else ()
     nodes = coverage.uncovered if coverage else ()
     facts: dict[str, Iterable[str]] = {
         "left to the CPU": [f"{node.op} {node.name} {node.reason or ''}" for node in nodes],
         "source": [f"{show_size(model.source_size)}, sha256 {model.source_sha256[:12]}"],
         "nodes": [f"{prepared.nodes_before}, and {prepared.nodes} after {prepared.simplifier}"],
         "changed": [*filter(None, [prepared.precision]), *prepared.rewrites, *prepared.options],
-        "also tried": prepared.tried,
         "synthetic inputs" if validation.synthetic else "given inputs": validation.samples,
         "emulated on the CPU": map(describe_emulation, filter(None, [validation.emulation])),
         "warning": validation_warnings(model.model, validation),

@@ -1,8 +1,9 @@
 """The search for a recipe: what is tried for a job, in which order, and which attempt wins.
 
 A `Recipe` says how to prepare and to compile the models of a job. An `Attempt` is a recipe, tried: it has the
-record of its artifact, or it was refused, by the simplifier or by the execution provider (EP). Its `Verdict`
-says what validation showed.
+record of its artifact, or it was refused, by the simplifier or by the execution provider (EP). A `Verdict`
+says what validation showed of it. The `Search` is all that is known of the job: report, manifest, notes and
+errors are views of it.
 
 `next_recipe` goes through `STAGES`. It reads nothing but the search: what earlier builds tried leads to the
 same recipes as if this build had tried it.
@@ -14,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import Problem
@@ -26,7 +27,7 @@ from hatch_epcontext.graph.number_format import (
     FOR_RANGES,
     RewriteName,
 )
-from hatch_epcontext.jobs.artifact import Nodes, Recipe, Record, Refused
+from hatch_epcontext.jobs.artifact import Nodes, Recipe, Record, Refused, Times
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count
@@ -36,7 +37,7 @@ from hatch_epcontext.worker.results import (
     SIMPLIFIERS,
     AgreementStatus,
     Coverage,
-    Validation,
+    Validated,
 )
 
 _ROUNDS = 3
@@ -77,9 +78,9 @@ class Verdict:
         """Whether the kernels of the EP are less exact than its number format."""
         return self.gap >= GAIN
 
-    def is_worth(self, other: Verdict | None) -> bool:
+    def is_worth(self, other: Verdict) -> bool:
         """Whether outputs are so much nearer than in ``other``, which does not agree, that changes pay."""
-        if other is None or other.agrees:
+        if other.agrees:
             return False
         is_closer = self.margin >= other.margin and self.gap < other.gap - GAIN
         return is_closer or self.margin >= other.margin + GAIN
@@ -87,49 +88,24 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One recipe, tried: the record of its artifact, which has ``key``, or why it was refused.
+    """One recipe, tried: the record of its artifact, or why it was refused.
 
-    ``validations``: of its artifact, by model, up to one that differs; empty if it was not validated as the
-    job requires. ``day``: of the earlier build that tried it, as ``"2026-11-23"``; empty if this one did.
-    ``required``: see `Search`; empty if it is the same whatever is required.
+    ``dropped``: the rewrites that were wrong and left out, each with the reason; ``declined``: why others
+    left refused nodes as they are. ``seconds``: of preparing and compiling; None if only the artifact was in
+    a cache. ``validations``: of the models of its artifact, by what `Terms` calls the comparison.
+    ``day``: of the earlier build that tried it, as ``"2026-11-23"``; empty if this one did.
+    ``compared``: the comparisons that the refusal depends on; empty if it is the same for all.
     """
 
     recipe: Recipe
-    key: str
     record: Record | None = None
     refused: Refused | None = None
-    validations: Mapping[str, Validation] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    declined: tuple[Declined, ...] = ()
+    seconds: Times | None = None
+    validations: Mapping[str, Validated] = field(default_factory=dict)
     day: str = ""
-    required: str = ""
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """What validation says of it; None before that."""
-        if not self.validations:
-            return None
-        validations = self.validations.values()
-        margin = min(validation.margin for validation in validations)
-        agreements = [a for validation in validations for a in validation.agreements]
-        if any(agreement.differs for agreement in agreements):
-            # Nothing is known about the cause.
-            gap = max((a.gap for a in agreements if a.gap is not None), default=math.inf)
-            return Verdict("differs", margin, gap, in_format=True, in_layers=True)
-        emulations = [v.emulation for v in validations if v.emulation is not None]
-        # Simulators are slow with large models, for which only few inputs are emulated: rewrites for kernels
-        # are tried only if these differ.
-        small = (
-            v
-            for v in validations
-            if not (v.synthetic and v.emulation and 0 < v.emulation.samples <= FEW_SAMPLES)
-        )
-        is_sensitive = any(a.status is AgreementStatus.SENSITIVE for a in agreements)
-        return Verdict(
-            "sensitive" if is_sensitive else "agrees" if agreements else "not-run",
-            max(0.0, margin),
-            max((a.gap or 0.0 for v in small for a in v.agreements), default=0.0),
-            any(emulation.in_format for emulation in emulations),
-            any(emulation.inexact for emulation in emulations),
-        )
+    compared: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stopped_in(self) -> str | None:
@@ -197,36 +173,22 @@ class Attempt:
         """Its recipe with one more change of what the EP leaves or refuses."""
         return self.recipe.with_change(kind, self.refused_nodes)
 
-    @property
-    def declined(self) -> tuple[Declined, ...]:
-        """Why rewrites left nodes as they are."""
-        if self.refused:
-            return self.refused.declined
-        preparations = self.record.preparations if self.record else ()
-        return tuple(declined for model in preparations for declined in model.declined)
-
-    @property
-    def differences(self) -> tuple[Problem, ...]:
-        """The problems of outputs that differ from the CPU's."""
-        validations = self.validations.values()
-        return tuple(replace(p, step="validation") for v in validations for p in v.problems)
-
-    @property
-    def notes(self) -> Iterator[str]:
-        """Its result, for a report."""
+    def notes(self, validations: Mapping[str, Validated]) -> Iterator[str]:
+        """Its result, for a report; ``validations``: those that count, by model."""
         refused, names = self.refused, ["dequantized"] if self.recipe.dequantize else []
         if refused is None:
             done = self.record.preparations if self.record else ()
             names += dict.fromkeys(name for p in done for name in (*p.options, *p.rewrites))
             result = f"{count(self.uncovered, 'node')} on the CPU"
-            if self.differences:
-                result = _first_line(self.differences[0].message)
-                if self.verdict and self.verdict.margin <= -1:
-                    result = f"{result}, {-self.verdict.margin:.0f} dB beyond the limits"
-            elif self.verdict is not None and math.isfinite(self.verdict.margin):
-                result = f"{result}, {self.verdict.margin:.0f} dB above the limits"
+            verdict = verdict_of(validations)
+            if problems := differences_in(validations):
+                result = _first_line(problems[0].message)
+                if verdict and verdict.margin <= -1:
+                    result = f"{result}, {-verdict.margin:.0f} dB beyond the limits"
+            elif verdict is not None and math.isfinite(verdict.margin):
+                result = f"{result}, {verdict.margin:.0f} dB above the limits"
         elif refused.step == "change":
-            yield from (problem.message for problem in refused.problems)
+            yield from self.dropped
             reasons = Counter((d.rewrite, d.operator, d.reason) for d in self.declined)
             for (rewrite, operator, reason), number in reasons.most_common(_MAX_REASONS):
                 yield f"{rewrite} does not apply to {number} {operator}: {reason}"
@@ -241,6 +203,41 @@ class Attempt:
         yield f"{'; '.join(names) or 'unmodified'}: {result}"
 
 
+def verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
+    """What the validations of an attempt's models say of it; None if it has none yet."""
+    validations = [one.validation for one in validated.values()]
+    if not validations:
+        return None
+    margin = min(validation.margin for validation in validations)
+    agreements = [a for validation in validations for a in validation.agreements]
+    if any(agreement.differs for agreement in agreements):
+        # Nothing is known about the cause.
+        gap = max((a.gap for a in agreements if a.gap is not None), default=math.inf)
+        return Verdict("differs", margin, gap, in_format=True, in_layers=True)
+    emulations = [v.emulation for v in validations if v.emulation is not None]
+    # Simulators are slow with large models, for which only few inputs are emulated: rewrites for kernels
+    # are tried only if these differ.
+    small = (
+        v
+        for v in validations
+        if not (v.synthetic and v.emulation and 0 < v.emulation.samples <= FEW_SAMPLES)
+    )
+    is_sensitive = any(a.status is AgreementStatus.SENSITIVE for a in agreements)
+    return Verdict(
+        "sensitive" if is_sensitive else "agrees" if agreements else "not-run",
+        max(0.0, margin),
+        max((a.gap or 0.0 for v in small for a in v.agreements), default=0.0),
+        any(emulation.in_format for emulation in emulations),
+        any(emulation.inexact for emulation in emulations),
+    )
+
+
+def differences_in(validated: Mapping[str, Validated]) -> tuple[Problem, ...]:
+    """The problems of outputs that differ from the CPU's, in the validations of an attempt's models."""
+    problems = (p for one in validated.values() for p in one.validation.problems)
+    return tuple(replace(problem, step="validation") for problem in problems)
+
+
 def _first_line(message: str) -> str:
     return message.split("\n", 1)[0].rstrip(".:")
 
@@ -253,6 +250,14 @@ def most_complete(attempts: Iterable[Attempt]) -> Attempt:
     return max(attempts, key=lambda a: (a.stopped_in in (None, "compile"), a.quality))
 
 
+class _UnvalidatedError(Exception):
+    """What follows depends on the verdict on ``attempt``, which has none yet."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__()
+        self.attempt = attempt
+
+
 @dataclass(frozen=True)
 class Form:
     """The attempts of one form of a job, quantized or dequantized, by the phases of the stages."""
@@ -260,6 +265,10 @@ class Form:
     search: Search
     provider: Provider
     attempts: Mapping[str, list[Attempt]]
+
+    def verdict(self, attempt: Attempt) -> Verdict:
+        """The verdict on ``attempt``; raises _UnvalidatedError if there is none yet."""
+        return self.search.verdict(attempt)
 
     def all(self, *phases: str) -> list[Attempt]:
         """The attempts of these ``phases``, in order."""
@@ -286,7 +295,8 @@ class Form:
         """`covering`, or what changes for accuracy have brought sufficiently nearer to the CPU."""
         nearest = self.covering
         for attempt in self.enough("correct"):
-            if attempt.verdict and attempt.verdict.is_worth(nearest.verdict):
+            before = self.verdict(nearest)
+            if self.verdict(attempt).is_worth(before):
                 nearest = attempt
         return nearest
 
@@ -302,28 +312,20 @@ def _leaves_nodes(form: Form) -> bool:
     return form.covering.may_improve
 
 
-def _is_inexact(form: Form) -> bool | Attempt:
+def _is_inexact(form: Form) -> bool:
     """Results differ from the CPU's, or may differ for other inputs."""
-    if not form.search.compares or not form.search.is_enough(form.covering):
-        return False
-    for attempt in (form.covering, *form.enough("correct")):
-        if attempt.verdict is None:
-            return attempt
-    return form.nearest.verdict is not None and not form.nearest.verdict.agrees
+    is_compared = form.search.compares and form.search.is_enough(form.covering)
+    return is_compared and not form.verdict(form.nearest).agrees
 
 
-def _is_wrong_in_kernels(form: Form) -> bool | Attempt:
+def _is_wrong_in_kernels(form: Form) -> bool:
     """They still do, because the EP's kernels are less exact than its number format."""
     candidates = form.candidates if form.search.compares else []
-    for attempt in candidates:
-        if attempt.verdict is None:
-            return attempt
-        if attempt.verdict.agrees or not attempt.verdict.in_kernels:
-            return False
-    for attempt in form.enough("restart"):
-        if attempt.verdict is None or attempt.verdict.agrees:
-            return False if attempt.verdict else attempt
-    return bool(candidates)
+    verdicts = map(form.verdict, candidates)
+    if any(verdict.agrees or not verdict.in_kernels for verdict in verdicts):
+        return False
+    restarted = map(form.verdict, form.enough("restart"))
+    return bool(candidates) and not any(verdict.agrees for verdict in restarted)
 
 
 def _simplified(form: Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -379,24 +381,24 @@ def _unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
 
 def _in_range(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """[Rewrites](#results-that-differ) that keep values in the range of the number format."""
-    verdict, names = form.nearest.verdict, form.helpful(*FOR_RANGES)
+    verdict, names = form.verdict(form.nearest), form.helpful(*FOR_RANGES)
     # A kernel may also be wrong for some values only, which these avoid.
-    helps = verdict is not None and (verdict.in_kernels or verdict.in_format)
+    helps = verdict.in_kernels or verdict.in_format
     return form.nearest.recipe.with_corrections(names) if names and helps else None
 
 
 def _layers_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """Layers whose kernels are inexact, unrolled."""
-    verdict, recipe = form.nearest.verdict, form.nearest.recipe.with_change("unroll", None)
+    verdict = form.verdict(form.nearest)
+    recipe = form.nearest.recipe.with_change("unroll", None)
     # The emulation also has the faults of a layer whose kernel is known.
-    helps = verdict and verdict.in_layers and (verdict.in_kernels or verdict.differs)
+    helps = verdict.in_layers and (verdict.in_kernels or verdict.differs)
     return recipe if form.search.settings.unroll_limit and helps else None
 
 
 def _around_kernels(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """Rewrites around other inexact kernels."""
-    verdict, names = form.nearest.verdict, form.helpful(*FOR_KERNELS)
-    helps = verdict is not None and verdict.in_kernels
+    names, helps = form.helpful(*FOR_KERNELS), form.verdict(form.nearest).in_kernels
     return form.nearest.recipe.with_corrections(names) if names and helps else None
 
 
@@ -434,12 +436,12 @@ def _without_rewrites(form: Form) -> Recipe:
 class Stage:
     """One way to find the next recipe; the docstrings of its functions are in ``docs/what-compiles.md``.
 
-    ``applies``: its precondition, or an attempt whose verdict decides about that; None for always.
-    ``propose``: the recipe that follows from a form and the stage's own attempts, at most ``rounds``.
+    ``applies``: its precondition; None for always. ``propose``: the recipe that follows from a form and the
+    stage's own attempts, at most ``rounds``.
     """
 
     phase: Literal["prepare", "cover", "correct", "restart"]
-    applies: Callable[[Form], bool | Attempt] | None
+    applies: Callable[[Form], bool] | None
     propose: Callable[[Form, Sequence[Attempt]], Recipe | None]
     rounds: int = 1
 
@@ -461,156 +463,211 @@ STAGES = (
 
 
 @dataclass(frozen=True)
-class Win:
-    """The attempt that won a search: its key, and the notes on what else was tried; see `Preparation`."""
+class Terms:
+    """What a job requires of a winner: the smallest compiled share of its models, and what identifies how the
+    results of each are compared, by its name.
+    """
 
-    key: str
-    tried: tuple[str, ...] = ()
+    min_coverage: float = 1.0
+    compared: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Identifies them."""
+        return value_sha256(self)
 
 
 @dataclass(frozen=True)
 class Search:
-    """The attempts for a job, those of earlier builds too, and which ones won: one stored document.
+    """The attempts for a job in order, those of earlier builds too, and which ones won: one stored document.
 
     ``compares``: whether results decide what else is tried. ``is_dynamic``: whether dynamic quantization may
-    be undone. ``required``: identifies what validation requires. ``attempts`` and ``validations``: by their
-    keys. ``winners``: by the `terms` under which they won.
+    be undone. ``winners``: the recipes of those that won, by the key of the `Terms` of that time. A winner is
+    a decision: accidents that led to it are not stored, and nobody needs to meet them again.
     """
 
     settings: CompileSettings
-    min_coverage: float = 1.0
+    terms: Terms = Terms()
     compares: bool = True
     is_dynamic: bool = False
-    required: str = ""
-    attempts: Mapping[str, Attempt] = field(default_factory=dict)
-    validations: Mapping[str, Validation] = field(default_factory=dict)
-    winners: Mapping[str, Win] = field(default_factory=dict)
+    attempts: tuple[Attempt, ...] = ()
+    winners: Mapping[str, Recipe] = field(default_factory=dict)
 
     @property
-    def terms(self) -> str:
-        """Identifies what the job requires of a winner."""
-        return value_sha256([self.required, self.min_coverage])
+    def winner(self) -> Attempt | None:
+        """The attempt that has won under the present terms."""
+        return self.attempt_with(self.winners.get(self.terms.key))
+
+    def attempt_with(self, recipe: Recipe | None) -> Attempt | None:
+        """The attempt with ``recipe``, if there is one."""
+        return next((attempt for attempt in self.attempts if attempt.recipe == recipe), None)
 
     def is_enough(self, attempt: Attempt) -> bool:
         """Whether ``attempt`` may be shipped, and compiles as much as the job requires."""
         shares = [coverage.share for coverage in attempt.coverages]
-        return attempt.may_ship and all(share >= self.min_coverage for share in shares)
+        return attempt.may_ship and all(share >= self.terms.min_coverage for share in shares)
 
-    def won_by(self, winner: Attempt, tried: Iterable[Attempt]) -> Search:
-        """The search with its ``winner``, and the notes on what else was ``tried``."""
-        win = self.winners.get(self.terms)
-        if win is not None and win.key == winner.key:
-            return self
-        win = Win(winner.key, notes(tried, winner))
-        return replace(self, winners={**self.winners, self.terms: win})
+    def validations_of(self, attempt: Attempt) -> Mapping[str, Validated]:
+        """Those of the models of ``attempt`` under the present terms, by name, up to one that differs; empty
+        if one is missing.
+        """
+        validations: dict[str, Validated] = {}
+        for context in attempt.record.contexts if attempt.record else ():
+            validated = attempt.validations.get(self.terms.compared.get(context.model, ""))
+            if validated is None:
+                return {}
+            validations[context.model] = validated
+            if validated.validation.differs:
+                break
+        return validations
+
+    def verdict(self, attempt: Attempt) -> Verdict:
+        """What validation says of ``attempt``; raises _UnvalidatedError before that."""
+        verdict = verdict_of(self.validations_of(attempt))
+        if verdict is None:
+            raise _UnvalidatedError(attempt)
+        return verdict
+
+    def differences(self, attempt: Attempt) -> tuple[Problem, ...]:
+        """The problems of outputs of ``attempt`` that differ from the CPU's."""
+        return differences_in(self.validations_of(attempt))
+
+    def notes(self, other_than: Attempt) -> tuple[str, ...]:
+        """The results of all attempts but one, for a report."""
+        others = (attempt for attempt in self.attempts if attempt.recipe != other_than.recipe)
+        notes = (note for a in others for note in a.notes(self.validations_of(a)))
+        return tuple(dict.fromkeys(notes))
+
+    def adding(self, attempt: Attempt) -> Search:
+        """The search with ``attempt``, in place of what is known about its recipe."""
+        known = {other.recipe: other for other in self.attempts}
+        return replace(self, attempts=tuple({**known, attempt.recipe: attempt}.values()))
+
+    def without(self, attempt: Attempt) -> Search:
+        """The search without ``attempt``."""
+        others = (other for other in self.attempts if other.recipe != attempt.recipe)
+        return replace(self, attempts=tuple(others))
+
+    def won_by(self, winner: Attempt) -> Search:
+        """The search with its ``winner`` under the present terms."""
+        return replace(self, winners={**self.winners, self.terms.key: winner.recipe})
 
     def to_store(self, day: str) -> Search:
         """What later builds may use, of a build of this ``day``: all but accidents."""
-        attempts = {
-            key: replace(attempt, validations={}, day=attempt.day or day)
-            for key, attempt in self.attempts.items()
+        attempts = (
+            replace(attempt, day=attempt.day or day)
+            for attempt in self.attempts
             if not (attempt.refused and attempt.refused.is_accident)
-        }
-        return replace(self, attempts=attempts)
+        )
+        return replace(self, attempts=tuple(attempts))
 
     def to_share(self) -> Search:
         """What other machines may use: no refusals, which may have causes there."""
-        return replace(self, attempts={key: a for key, a in self.attempts.items() if a.record})
+        return replace(self, attempts=tuple(a for a in self.attempts if a.record))
 
     def joined(self, other: Search) -> Search:
         """The search with what only the ``other`` one for the same job knows."""
-        return replace(
-            self,
-            attempts={**other.attempts, **self.attempts},
-            validations={**other.validations, **self.validations},
-            winners={**other.winners, **self.winners},
-        )
-
-    def adding(self, attempt: Attempt) -> Search:
-        """The search with ``attempt``, instead of what was known about it."""
-        return replace(self, attempts={**self.attempts, attempt.key: attempt})
+        known = {attempt.recipe: attempt for attempt in self.attempts}
+        for attempt in other.attempts:
+            own = known.setdefault(attempt.recipe, attempt)
+            if own.record == attempt.record:
+                validations = {**attempt.validations, **own.validations}
+                known[attempt.recipe] = replace(own, validations=validations)
+        winners = {**other.winners, **self.winners}
+        return replace(self, attempts=tuple(known.values()), winners=winners)
 
 
-def notes(attempts: Iterable[Attempt], other_than: Attempt) -> tuple[str, ...]:
-    """The results of all ``attempts`` but one, for a report."""
-    others = (attempt for attempt in attempts if attempt.key != other_than.key)
-    return tuple(dict.fromkeys(note for attempt in others for note in attempt.notes))
+@dataclass(frozen=True)
+class Try:
+    """A ``recipe`` is to be tried."""
+
+    recipe: Recipe
 
 
-class Next(NamedTuple):
-    """What follows from a search: a ``recipe`` to try, or an ``attempt`` whose verdict decides about that; or
-    at its end the ``winner``, which covers enough and does not differ, if there is one.
+@dataclass(frozen=True)
+class Validate:
+    """What follows depends on the verdict on ``attempt``."""
 
-    ``tried``: the attempts that follow from the stages, in order.
-    """
-
-    tried: Sequence[Attempt]
-    recipe: Recipe | None = None
-    attempt: Attempt | None = None
-    winner: Attempt | None = None
+    attempt: Attempt
 
 
-def next_recipe(search: Search) -> Next:
-    """What to try next. It follows from the search alone."""
-    win = search.winners.get(search.terms)
-    if win is not None and (won := search.attempts.get(win.key)):
-        if (verdict := won.verdict) is None:
-            return Next((), attempt=won)
-        if not verdict.differs:
-            return Next((), winner=won)
-    tried: list[Attempt] = []
+@dataclass(frozen=True)
+class Won:
+    """``attempt`` covers enough and does not differ: nothing else needs to be tried."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class Lost:
+    """None of the ``attempts`` wins, and there is no other recipe."""
+
+    attempts: tuple[Attempt, ...]
+
+
+def next_recipe(search: Search) -> Try | Validate | Won | Lost:
+    """What to do next. It follows from the search alone."""
+    try:
+        return _next(search)
+    except _UnvalidatedError as unvalidated:
+        return Validate(unvalidated.attempt)
+
+
+def _next(search: Search) -> Try | Won | Lost:
+    if (winner := search.winner) and not search.verdict(winner).differs:
+        return Won(winner)
+    attempts: tuple[Attempt, ...] = ()
     for dequantize in (False, True) if search.is_dynamic else (False,):
-        if step := _next_in_form(search, tried, dequantize=dequantize):
-            return step
-        whole = (attempt.verdict for attempt in tried if attempt.is_whole)
-        if any(verdict and not verdict.differs for verdict in whole):
+        outcome = _next_in_form(search, attempts, dequantize=dequantize)
+        if not isinstance(outcome, Lost):
+            return outcome
+        attempts = outcome.attempts
+        whole = (attempt for attempt in attempts if attempt.is_whole)
+        if any(not search.verdict(attempt).differs for attempt in whole):
             break
-    winner: Attempt | None = None
-    enough = filter(search.is_enough, tried)
+    winner = _best(search, attempts)
+    return Won(winner) if winner else Lost(attempts)
+
+
+def _best(search: Search, attempts: Iterable[Attempt]) -> Attempt | None:
+    """The nearest to the CPU of the ``attempts`` that cover most; None if all of these differ."""
+    best: Attempt | None = None
+    enough = filter(search.is_enough, attempts)
     for attempt in sorted(enough, key=lambda attempt: attempt.quality, reverse=True):
         # Nodes that a correction adds are no better coverage.
         if (
-            winner is not None
-            and attempt.quality != winner.quality
-            and (not winner.recipe.last_corrections or attempt.uncovered > winner.uncovered)
+            best is not None
+            and attempt.quality != best.quality
+            and (not best.recipe.last_corrections or attempt.uncovered > best.uncovered)
         ):
             break
-        if attempt.verdict is None:
-            return Next(tried, attempt=attempt)
-        is_nearer = winner is None or attempt.verdict.is_worth(winner.verdict)
-        if is_nearer and not attempt.verdict.differs:
-            winner = attempt
-    return Next(tried, winner=winner)
+        verdict = search.verdict(attempt)
+        if not verdict.differs and (best is None or verdict.is_worth(search.verdict(best))):
+            best = attempt
+    return best
 
 
-def _next_in_form(search: Search, tried: list[Attempt], *, dequantize: bool) -> Next | None:
-    """What follows for a form of the job; None at its end. ``tried`` gets its attempts."""
-    known = {attempt.recipe: attempt for attempt in search.attempts.values()}
+def _next_in_form(
+    search: Search, earlier: tuple[Attempt, ...], *, dequantize: bool
+) -> Try | Won | Lost:
+    """What follows for a form of the job after the ``earlier`` attempts for others."""
     provider = PROVIDERS[search.settings.provider]
-    form = Form(search, provider, {stage.phase: [] for stage in STAGES})
+    form, attempts = Form(search, provider, {stage.phase: [] for stage in STAGES}), [*earlier]
     for stage in STAGES:
         own: list[Attempt] = []
-        while len(own) < stage.rounds:
-            applies = stage.applies is None or stage.applies(form)
-            if isinstance(applies, Attempt):
-                return Next(tried, attempt=applies)
-            recipe = stage.propose(form, own) if applies else None
-            if recipe is None:
+        while len(own) < stage.rounds and (stage.applies is None or stage.applies(form)):
+            proposed = stage.propose(form, own)
+            recipe = proposed and replace(proposed, dequantize=dequantize)
+            if recipe is None or any(attempt.recipe == recipe for attempt in attempts):
                 break
-            recipe = replace(recipe, dequantize=dequantize)
-            if any(attempt.recipe == recipe for attempt in tried):
-                break
-            if recipe not in known:
-                return Next(tried, recipe)
-            attempt = known[recipe]
-            for attempts in (own, form.attempts[stage.phase], tried):
-                attempts.append(attempt)
-            if attempt.is_whole and (verdict := attempt.verdict) is None:
-                return Next(tried, attempt=attempt)
-            if attempt.is_whole and verdict and verdict.agrees:
-                return Next(tried, winner=attempt)
+            if (attempt := search.attempt_with(recipe)) is None:
+                return Try(recipe)
+            for group in (own, form.attempts[stage.phase], attempts):
+                group.append(attempt)
+            if attempt.is_whole and search.verdict(attempt).agrees:
+                return Won(attempt)
         # ONNX Runtime optimizes any graph: there is nothing else to change.
-        is_done = tried[-1].stopped_in == "prepare" or provider.product != "context"
+        is_done = attempts[-1].stopped_in == "prepare" or provider.product != "context"
         if stage.phase == "prepare" and is_done:
-            return None
-    return None
+            break
+    return Lost(tuple(attempts))

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import shutil
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import (
     AccidentError,
     BuildError,
     CrashError,
-    Kind,
     LimitError,
-    Problem,
     RefusedError,
 )
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.number_format import ALWAYS
+from hatch_epcontext.graph.number_format import ALWAYS, RewriteName
 from hatch_epcontext.jobs.artifact import (
     Artifact,
+    Change,
     Recipe,
     Record,
     Refused,
@@ -39,22 +37,25 @@ from hatch_epcontext.jobs.artifact import (
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
+from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import (
     Context,
-    Preparation,
-    Validation,
+    Validated,
     ValidationStatus,
 )
 
 if TYPE_CHECKING:
-    from hatch_epcontext.worker.requests import Prepared
+    from hatch_epcontext.worker.requests import CompileReply, Prepared, ValidateRequest
 
 _UNFUSED = "nothing folded into convolutions"
 """What a recipe without `Recipe.fuse` changes, as a rewrite."""
 
 _SMALL = 10 * 10**6
 """The most bytes of a model with which starting a process takes a good part of the time."""
+
+Corrections: TypeAlias = tuple[RewriteName, ...]
+"""The rewrites for accuracy that a recipe ends with."""
 
 _DEVICES: dict[str, threading.Lock] = {}
 """The locks of exclusive devices, by the names of their EPs, for all builds of this process."""
@@ -102,35 +103,19 @@ class Steps:
     _sources: dict[Hashable, Prepared] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def compile(self, job: Job, recipe: Recipe, folder: Path) -> Record | Refused:
+    def compile(self, job: Job, recipe: Recipe, folder: Path) -> Attempt:
         """Prepare and compile ``job`` with ``recipe`` in one process into ``folder``, which is made.
 
         Raises BuildError for problems that no other recipe can avoid.
         """
-        # Imported here: a build that finds everything in the cache makes no requests.
-        from hatch_epcontext.worker.requests import CompileRequest
-
         start = time.monotonic()
-        options = tuple(f"{name} = {value}" for name, value in recipe.options)
         optimizes = job.target.provider.product == "optimized"
         purpose = self._purpose(job, recipe, "optimize" if optimizes else "run")
         with self.build.workers.process(purpose) as worker:
             prepared = self._prepare_all(job, recipe, worker)
-            if isinstance(prepared, Refused):
+            if isinstance(prepared, Attempt):
                 return prepared
-            prepare_seconds = time.monotonic() - start
-            with writing("an artifact", folder):
-                folder.mkdir(parents=True)
-            target = job.target
-            if recipe.options:
-                target = with_options(target, dict(recipe.options))
-            if not recipe.fuse:
-                # ONNX Runtime would fuse what preparation has deliberately not fused.
-                settings = replace(target.settings, optimization="none")
-                target = replace(target, settings=settings)
-            paths = tuple(model.path for model in prepared)
-            request = CompileRequest(job.models, paths, target, str(folder))
-            call = self.build.scratch("compile")
+            seconds = time.monotonic() - start
             # Hashed and validated when it is complete, and the device is free.
             compiler: AbstractContextManager[Worker] = contextlib.closing(worker)
             if purpose is not None:
@@ -138,23 +123,51 @@ class Steps:
                 compiler = (
                     contextlib.nullcontext(worker) if optimizes else self.build.workers.process()
                 )
+            dropped = tuple(text for model in prepared for text in model.dropped)
+            declined = tuple(reason for model in prepared for reason in model.declined)
+            attempt = Attempt(recipe, dropped=dropped, declined=declined)
+            options = tuple(f"{name} = {value}" for name, value in recipe.options)
+            preparations = tuple(replace(model.preparation, options=options) for model in prepared)
             try:
                 with self.build.device(job.target), compiler as compiling:
-                    reply = compiling.call(request, call, location=job.location, step="")
+                    reply = self._compile(job, recipe, prepared, folder, compiling)
             except BuildError as error:
-                changes = (name for model in prepared for name in (*options, *model.rewrites))
-                names = tuple(dict.fromkeys(changes))
-                return replace(_refused("compile", error, recipe), rewrites=names)
-        facts = [item.name for item in dataclasses.fields(Preparation)]
-        preparations = tuple(
-            Preparation(**{name: getattr(model, name) for name in facts} | {"options": options})
-            for model in prepared
-        )
-        files, times = record_files(folder), Times(prepare_seconds, reply.seconds)
+                changes = (name for p in preparations for name in (*p.options, *p.rewrites))
+                refused = replace(
+                    _refused("compile", error, recipe), rewrites=tuple(dict.fromkeys(changes))
+                )
+                return replace(attempt, refused=refused)
         versions = self.build.versions[job.target.name]
-        return Record(recipe, preparations, reply.contexts, files, versions, times)
+        record = Record(recipe, preparations, reply.contexts, record_files(folder), versions)
+        return replace(attempt, record=record, seconds=Times(seconds, reply.seconds))
 
-    def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validation:
+    def _compile(
+        self,
+        job: Job,
+        recipe: Recipe,
+        prepared: Sequence[Prepared],
+        folder: Path,
+        worker: Worker,
+    ) -> CompileReply:
+        """Compile the ``prepared`` models into ``folder``."""
+        # Imported here: a build that finds everything in the cache makes no requests.
+        from hatch_epcontext.worker.requests import CompileRequest
+
+        with writing("an artifact", folder):
+            folder.mkdir(parents=True)
+        target = job.target
+        if recipe.options:
+            target = with_options(target, dict(recipe.options))
+        if not recipe.fuse:
+            # ONNX Runtime would fuse what preparation has deliberately not fused.
+            settings = replace(target.settings, optimization="none")
+            target = replace(target, settings=settings)
+        paths = tuple(model.path for model in prepared)
+        request = CompileRequest(job.models, paths, target, str(folder))
+        log = self.build.scratch("compile")
+        return worker.call(request, log, location=job.location, step="")
+
+    def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validated:
         """Run a moved copy of the artifact in a process that has compiled nothing."""
         from hatch_epcontext.worker.requests import ValidateRequest
 
@@ -165,7 +178,7 @@ class Steps:
             index = job.models.index(model)
             again = self.prepare(job, index, record.recipe)
             # With other samples, other rewrites are worthwhile.
-            is_same = again.rewrites == record.preparations[index].rewrites
+            is_same = again.preparation.rewrites == record.preparations[index].rewrites
             prepared = again.path if is_same else None
         moved = self.build.scratch("moved")
         with writing("a copy to validate", moved):
@@ -182,86 +195,96 @@ class Steps:
         )
         purpose = self._purpose(job, record.recipe, "run")
 
-        def call(request: ValidateRequest) -> Validation:
+        def call(request: ValidateRequest) -> Validated:
             with self.build.device(target), self.build.workers.process(purpose) as worker:
                 folder = self.build.scratch("validate")
                 return worker.call(request, folder, location=job.location, step="validation")
 
-        source, validation = self._sources.get(_source_key(job, to_run)), None
+        source, validated = self._sources.get(_source_key(job, to_run)), None
         if source is None and target.provider.by_library:
             # Without its device nothing is run, and the source may be large.
-            validation = call(replace(request, tolerance=None))
-        if validation is None or validation.status is not ValidationStatus.STRUCTURE:
+            validated = call(replace(request, tolerance=None))
+        if validated is None or validated.validation.status is not ValidationStatus.STRUCTURE:
             source = source or self._simplify(job, to_run, Recipe("none"), self.build.workers)
-            validation = call(replace(request, reference=source.reference, ranges=source.ranges))
+            validated = call(replace(request, reference=source.reference, ranges=source.ranges))
         shutil.rmtree(moved)
-        return validation
+        return validated
 
     def prepare(
         self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers | None = None
     ) -> Prepared:
         """The job's model with this ``index`` as ``recipe`` prepares and changes it, made by ``worker``.
 
-        It is made of what the recipe without its last step makes. Raises BuildError when that fails.
+        What shorter recipes have in common with it is made once. Raises BuildError when that fails.
         """
         worker = worker or self.build.workers
-        changes = ((c.kind, c.refused and c.refused[index]) for c in recipe.changes)
-        source = _source_key(job, job.models[index])
-        steps = (source, recipe.simplifier, recipe.fuse, *changes, recipe.corrections)
-        if steps in self._prepared:
-            return self._prepared[steps]
-        if recipe.corrections:
-            before = self.prepare(job, index, replace(recipe, corrections=()), worker)
-            last = recipe.last_corrections
-            if frozenset(recipe.corrections).isdisjoint(before.applicable):
-                prepared = replace(before, changed=before.changed and not last)
-            else:
-                after = self._change(job, index, before, recipe, worker)
-                is_new = after.changed and not last.isdisjoint(after.rewrites)
-                # The rewrites for all models may change nothing in this one.
-                changed, tried = is_new if last else before.changed, (*before.tried, *after.tried)
-                prepared = replace(after, changed=changed, tried=tried)
-        elif recipe.changes:
-            shorter = replace(recipe, changes=recipe.changes[:-1])
-            before = self.prepare(job, index, shorter, worker)
-            prepared = self._change(job, index, before, recipe, worker)
-        else:
+        done: tuple[Hashable, ...] = (
+            *(_source_key(job, job.models[index]), recipe.simplifier, recipe.fuse),
+        )
+        prepared = self._prepared.get(done)
+        if prepared is None:
             try:
                 prepared = self._simplify(job, job.models[index], recipe, worker)
             except CrashError:
                 # It may be transient; a second one is the simplifier's own fault.
                 prepared = self._simplify(job, job.models[index], recipe, worker)
             if not recipe.fuse:
-                fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
-                rewrites, changed = (_UNFUSED,), prepared.nodes != fused.nodes
-                prepared = replace(prepared, rewrites=rewrites, changed=changed)
-        return self._prepared.setdefault(steps, prepared)
+                preparation = replace(prepared.preparation, rewrites=(_UNFUSED,))
+                prepared = replace(prepared, preparation=preparation)
+            self._prepared[done] = prepared
+        edits: list[Change | Corrections] = [*recipe.changes]
+        if recipe.corrections:
+            edits.append(recipe.corrections)
+        for edit in edits:
+            done = (*done, edit)
+            before, prepared = prepared, self._prepared.get(done)
+            if prepared is None:
+                prepared = self._changed(job, index, before, edit, recipe, worker)
+                self._prepared[done] = prepared
+        return prepared
+
+    def _adds(self, job: Job, index: int, recipe: Recipe, worker: Worker) -> bool:
+        """Whether what ``recipe`` adds last to the plain one changes the model with this ``index``."""
+        prepared = self.prepare(job, index, recipe, worker)
+        if last := recipe.last_corrections:
+            # The rewrites for all models may change nothing in this one.
+            return not last.isdisjoint(prepared.preparation.rewrites)
+        if recipe.changes:
+            return self.prepare(job, index, replace(recipe, corrections=()), worker).changed
+        if not recipe.fuse:
+            fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
+            return prepared.preparation.nodes != fused.preparation.nodes
+        return True
 
     def _prepare_all(
         self, job: Job, recipe: Recipe, worker: Worker
-    ) -> tuple[Prepared, ...] | Refused:
-        """The models of ``job``, prepared and changed; or why they are not."""
+    ) -> tuple[Prepared, ...] | Attempt:
+        """The models of ``job``, prepared and changed; or the attempt that ends there."""
         corrections = tuple(name for name in recipe.corrections if name in ALWAYS)
         plain = replace(recipe, changes=(), fuse=True, corrections=corrections)
         numbers = range(len(job.models))
         try:
             prepared = [self.prepare(job, number, plain, worker) for number in numbers]
         except BuildError as error:
-            return _refused("prepare", error, recipe)
-        control_flow = dict.fromkeys(name for model in prepared for name in model.control_flow)
+            return Attempt(recipe, refused=_refused("prepare", error, recipe))
+        control_flow = dict.fromkeys(
+            name for model in prepared for name in model.preparation.control_flow
+        )
         if control_flow and not recipe.takes_control_flow:
-            return Refused("prepare", control_flow=tuple(control_flow))
+            refused = Refused("prepare", control_flow=tuple(control_flow))
+            return Attempt(recipe, refused=refused)
         try:
             changed = tuple(self.prepare(job, number, recipe, worker) for number in numbers)
+            is_new = any(self._adds(job, number, recipe, worker) for number in numbers)
         except BuildError as error:
-            return _refused("change", error, recipe)
-        is_other_form = not recipe.dequantize or any(model.precision for model in changed)
-        if is_other_form and any(model.changed for model in changed):
+            return Attempt(recipe, refused=_refused("change", error, recipe))
+        if recipe.dequantize:
+            is_new &= any(model.preparation.precision for model in changed)
+        if is_new:
             return changed
-        tried = (text for model in changed for text in model.tried)
-        problems = (Problem(Kind.COMPILE_FAILED, "", text) for text in tried)
-        declined = (reason for model in changed for reason in model.declined)
-        return Refused("change", tuple(problems), declined=tuple(declined))
+        dropped = tuple(text for model in changed for text in model.dropped)
+        declined = tuple(reason for model in changed for reason in model.declined)
+        return Attempt(recipe, refused=Refused("change"), dropped=dropped, declined=declined)
 
     def _simplify(
         self, job: Job, model: Model, recipe: Recipe, worker: Worker | Workers
@@ -291,19 +314,27 @@ class Steps:
         self._sources.setdefault(_source_key(job, model), prepared)
         return prepared
 
-    def _change(
-        self, job: Job, index: int, before: Prepared, recipe: Recipe, worker: Worker | Workers
+    def _changed(
+        self,
+        job: Job,
+        index: int,
+        before: Prepared,
+        edit: Change | Corrections,
+        recipe: Recipe,
+        worker: Worker | Workers,
     ) -> Prepared:
-        """Apply the corrections or the last change of ``recipe`` to ``before``."""
+        """The model ``before`` after one ``edit`` of ``recipe``."""
         from hatch_epcontext.worker.requests import RewriteRequest
 
-        last = None if recipe.corrections else recipe.changes[-1]
-        refused = None if last is None or last.refused is None else last.refused[index]
-        if refused == ():
-            return replace(before, changed=False, tried=())
+        change = edit if isinstance(edit, Change) else None
+        corrections = () if isinstance(edit, Change) else edit
+        refused = change.refused[index] if change and change.refused is not None else None
+        if refused == () or (corrections and frozenset(corrections).isdisjoint(before.applicable)):
+            kept = before.dropped if corrections else ()
+            return replace(before, changed=False, dropped=kept)
         model, folder = job.models[index], self.folder / str(next(self._numbers))
         settings = job.target.settings
-        is_other = settings.changes_precision and before.precision
+        is_other = settings.changes_precision and before.preparation.precision
         request = RewriteRequest(
             model,
             before,
@@ -311,11 +342,14 @@ class Steps:
             str(folder),
             simplify=recipe.simplifier != "none",
             tolerance=model.tolerance_for(job.target) if is_other else None,
-            unroll_limit=settings.unroll_limit if last and last.kind == "unroll" else None,
-            corrections=recipe.corrections,
+            unroll_limit=settings.unroll_limit if change and change.kind == "unroll" else None,
+            corrections=corrections,
         )
-        call = folder / "call"
-        return worker.call(request, call, location=job.location, step="preparation")
+        log = folder / "call"
+        after = worker.call(request, log, location=job.location, step="preparation")
+        if corrections:
+            after = replace(after, dropped=(*before.dropped, *after.dropped))
+        return after
 
     def _purpose(self, job: Job, recipe: Recipe, task: str) -> Hashable:
         """What small jobs of one target use the same processes for; None if this one has its own."""

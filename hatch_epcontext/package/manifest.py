@@ -254,7 +254,7 @@ def _about(
     model, facts = source.model, source.facts
     # The stages of a pipeline are no sizes to choose from.
     members = model.shape_set.members if model.shape_set and not model.genai else ()
-    validations = (job.validations[model.name] for job in built if model.name in job.validations)
+    validated = (job.validated.get(model.name) for job in built)
     return ComponentMetadata(
         model.configured_name,
         source.identity,
@@ -268,7 +268,7 @@ def _about(
         {target.name: target.settings.ep for target in model.targets}
         if layout == "installed"
         else {},
-        next((v.batch for v in validations if v.batch), {}),
+        next((one.batch for one in validated if one and one.batch), {}),
     )
 
 
@@ -296,11 +296,9 @@ def _variant(built: Built, model: str) -> Variant:
         settings=settings,
         load_options=only_ours,
         compiled_with=record.versions,
-        # What an EP says when it fails, with paths and numbers, is for the report.
-        preparation=dataclasses.replace(record.preparations[index], tried=(), declined=()),
+        preparation=record.preparations[index],
         coverage=context.coverage,
-        # The same for equal files: a wheel does not depend on the clock.
-        validation=dataclasses.replace(built.validations[model], load=None, day="", batch={}),
+        validation=built.validations[model],
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
         needs_device=bool(job.reason_not_to_open),
         needs_code_page=target.provider.needs_code_page and not settings.embed,

@@ -295,7 +295,7 @@ def _run_moved(
             alone = workers.call(
                 replace(request, tolerance=None), staging / "alone", location=location
             )
-            return alone.status is not ValidationStatus.STRUCTURE
+            return alone.validation.status is not ValidationStatus.STRUCTURE
 
         if compare and (not provider.by_library or is_run()):
             prepare = PrepareRequest(
@@ -307,7 +307,8 @@ def _run_moved(
             # Which makes both folders.
             source = workers.call(prepare, staging / "source" / "call", location=location)
             request = replace(request, reference=source.reference, ranges=source.ranges)
-        validation = workers.call(request, staging / "validate", location=location)
+        validated = workers.call(request, staging / "validate", location=location)
+    validation = validated.validation
     if validation.differs:
         raise BuildError(*validation.problems).located(location)
     if not compare and validation.reason is None:

@@ -21,10 +21,10 @@ from hatch_epcontext.worker.requests import (
     ValidateRequest,
     WorkerRequest,
 )
-from hatch_epcontext.worker.results import Validation
+from hatch_epcontext.worker.results import Validated
 
 
-def rehearse(folder: Path) -> Validation:
+def rehearse(folder: Path) -> Validated:
     """Prepare, compile and validate a small model on the CPU, in the empty ``folder``."""
     path, prepared, compiled = (folder / name for name in ("model.onnx", "prepared", "compiled"))
     onnx.save(_model(), path)

@@ -13,7 +13,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.config.tables import Dequantize, QuantizedType
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.facts import Declined, Range, TensorFacts
 from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.providers import Plugin, Tolerance
 from hatch_epcontext.worker.results import (
@@ -22,7 +22,7 @@ from hatch_epcontext.worker.results import (
     ModelFacts,
     Preparation,
     Simplifier,
-    Validation,
+    Validated,
 )
 
 ReplyT = TypeVar("ReplyT")
@@ -74,21 +74,25 @@ class CheckRequest(WorkerRequest[tuple[ModelFacts, ...]], action="check"):
     models: tuple[Model, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared(Preparation):
+@dataclass(frozen=True)
+class Prepared:
     """A prepared model, and its absolute path.
 
     ``ranges``: those of the inputs, if dummy inputs are random. ``reference``: the absolute path of the file
     with the outputs of the source model on the CPU, if they were compared and fit into one. ``applicable``:
-    the rewrites for a number format that may change it. ``changed``: whether the last step of its recipe
-    changed it.
+    the rewrites for a number format that may change it. ``changed``: whether the request that made it changed
+    the model. ``dropped``: the rewrites that this left out because they were wrong, each with the reason;
+    ``declined``: why others left refused nodes as they are.
     """
 
+    preparation: Preparation
     path: str
     ranges: Mapping[str, Range] = field(default_factory=dict)
     reference: str | None = None
     applicable: tuple[RewriteName, ...] = ()
     changed: bool = True
+    dropped: tuple[str, ...] = ()
+    declined: tuple[Declined, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ class CompileRequest(WorkerRequest[CompileReply], action="compile", fills="folde
 
 
 @dataclass(frozen=True)
-class ValidateRequest(WorkerRequest[Validation], action="validate"):
+class ValidateRequest(WorkerRequest[Validated], action="validate"):
     """Load and run ``context`` (in ``folder``, a moved copy of the artifact) on dummy inputs, and
     compare with the ``reference`` unless ``tolerance`` is None.
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from hatch_epcontext.errors import Kind, Problem, Setting
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import Declined, NodeFacts, TensorFacts
+from hatch_epcontext.graph.facts import NodeFacts, TensorFacts
 from hatch_epcontext.text import aligned, count
 
 Simplifier = Literal["onnxruntime", "onnxslim", "none"]
@@ -53,8 +53,6 @@ class Preparation:
     ``precision``: how its numbers were changed, in words.
     ``rewrites``: what was rewritten; ``replaced``: how many nodes these replaced.
     ``options``: those with which the EP compiles more nodes.
-    ``tried``: changes that were wrong and left out, and other recipes, each with its result.
-    ``declined``: why rewrites left refused nodes as they are.
     """
 
     simplifier: Simplifier
@@ -65,8 +63,6 @@ class Preparation:
     rewrites: tuple[str, ...] = ()
     replaced: int = 0
     options: tuple[str, ...] = ()
-    tried: tuple[str, ...] = ()
-    declined: tuple[Declined, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -379,10 +375,6 @@ class Validation:
     ``float_form``: how near the integers of the source on the CPU are to its float form, if the comparison
     was with that.
     ``simulated``: whether a simulator of the device ran it.
-    ``batch``: the axis of the batch, by ``"inputs"`` or ``"outputs"`` and the name, if the CPU's run of two
-    samples at once equals two runs; else empty.
-    ``load``: the seconds that it took to open a session on the file, after the EP's libraries were loaded;
-    None if none was opened. ``day``: the day of that, such as ``"2026-11-23"``, else empty.
     """
 
     status: ValidationStatus
@@ -394,9 +386,6 @@ class Validation:
     emulation: Emulation | None = None
     float_form: Agreement | None = None
     simulated: bool = False
-    batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    load: float | None = None
-    day: str = ""
 
     @property
     def few(self) -> bool:
@@ -451,3 +440,19 @@ class Validation:
     def snr(self) -> float | None:
         """The smallest signal-to-noise ratio of an output, in decibels; None if all are equal."""
         return min((a.snr for a in self.compared if a.snr is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Validated:
+    """A ``validation``, and what else the build that ran it learnt.
+
+    ``batch``: the axis of the batch, by ``"inputs"`` or ``"outputs"`` and the name, if the CPU's run of two
+    samples at once equals two runs; else empty.
+    ``load``: the seconds that it took to open a session on the file, after the EP's libraries were loaded;
+    None if none was opened. ``day``: the day of that, such as ``"2026-11-23"``, else empty.
+    """
+
+    validation: Validation
+    batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    load: float | None = None
+    day: str = ""

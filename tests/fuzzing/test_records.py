@@ -13,11 +13,13 @@ from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.cache.signing import sign, verify
 from hatch_epcontext.jobs.cache.store import DamagedError, Store
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.worker.results import Agreement, Validation, ValidationStatus
+from hatch_epcontext.worker.results import Agreement, Validated, Validation, ValidationStatus
 from tests.fuzzing.mutations import VALUES, mutated
 
 KEY, OTHER = "ab" * 32, "cd" * 32
-VALIDATION = to_plain(Validation(ValidationStatus.RAN, (Agreement("y", 0.1, 0.9),), load=0.2))
+VALIDATION = to_plain(
+    Validated(Validation(ValidationStatus.RAN, (Agreement("y", 0.1, 0.9),)), load=0.2)
+)
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def test_any_small_entry_is_read_or_damaged(root: Path, data: st.DataObject) -> 
     record = Store(root).entry("facts", OTHER) / "record.json"
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(text, encoding="utf-8")
-    validation = Cache(root, warnings.append).get("facts", OTHER, Validation)
+    validation = Cache(root, warnings.append).get("facts", OTHER, Validated)
     assert (validation is None) == bool(warnings)
 
 

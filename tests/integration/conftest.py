@@ -21,7 +21,7 @@ from hatchling.builders.wheel import WheelBuilder
 from hatchling.plugin.manager import PluginManager
 
 from hatch_epcontext.api import compile_models
-from hatch_epcontext.jobs.report import ModelReport
+from hatch_epcontext.jobs.report import JobReport, ModelReport
 from tests.conftest import REPOSITORY
 from tests.models import save
 
@@ -91,10 +91,16 @@ def build_project(project: Path, **variables: str) -> tuple[Path, str]:
 
 def compile_for_qnn(model: onnx.ModelProto, folder: Path, **arguments: Any) -> ModelReport:
     """The report of ``model``, saved in ``folder`` and compiled for QNN."""
+    (report,) = compile_job_for_qnn(model, folder, **arguments).models
+    return report
+
+
+def compile_job_for_qnn(model: onnx.ModelProto, folder: Path, **arguments: Any) -> JobReport:
+    """The report of the job of ``model``, saved in ``folder`` and compiled for QNN."""
     source = save(model, folder / "a.onnx")
     options = {"soc_model": 60}
     result = compile_models(source, folder / "out", "qnn", provider_options=options, **arguments)
-    (report,) = result.report.jobs[0].models
+    (report,) = result.report.jobs
     return report
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from hatch_epcontext.api import BuildError, ValidationStatus
 from tests.conftest import needs_qnn
-from tests.integration.conftest import compile_for_qnn
+from tests.integration.conftest import compile_for_qnn, compile_job_for_qnn
 from tests.models import parsed
 
 pytestmark = needs_qnn
@@ -31,12 +31,13 @@ def test_what_is_refused_is_rewritten_and_named(tmp_path: Path) -> None:
             y = Erf (d) }}""",
     )
     lines: list[str] = []
-    compiled = compile_for_qnn(refused, tmp_path, log=lines.append)
+    job = compile_job_for_qnn(refused, tmp_path, log=lines.append)
+    (compiled,) = job.models
     assert compiled.coverage is not None
     assert compiled.coverage.uncovered == ()
     names = ("reverse_sequence_as_gather", "batch_matmul_nbits", "erf_as_tanh")
     assert compiled.preparation.rewrites == names
-    assert compiled.preparation.tried == ("unmodified: 3 nodes on the CPU",)
+    assert job.tried == ("unmodified: 3 nodes on the CPU",)
     assert compiled.validation.status is ValidationStatus.RAN
     assert any("3 rewrites of 3 nodes" in line for line in lines)
     assert onnx.load(tmp_path / "a.onnx") == refused

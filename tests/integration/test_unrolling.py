@@ -10,7 +10,7 @@ from onnx import numpy_helper
 from hatch_epcontext.api import BuildError, ValidationStatus
 from tests.conftest import needs_qnn
 from tests.graph.rewrites.unrolled import recurrent
-from tests.integration.conftest import compile_for_qnn
+from tests.integration.conftest import compile_for_qnn, compile_job_for_qnn
 from tests.models import parsed
 
 pytestmark = needs_qnn
@@ -50,9 +50,10 @@ def test_a_layer_that_qnn_computes_wrong_is_unrolled(
         weights.CopyFrom(numpy_helper.from_array(20 * numpy_helper.to_array(weights), weights.name))
     lines: list[str] = []
     for folder in ("first", "second"):
-        model = compile_for_qnn(layer, tmp_path / folder, log=lines.append)
+        job = compile_job_for_qnn(layer, tmp_path / folder, log=lines.append)
+        (model,) = job.models
         assert model.preparation is not None
         assert model.preparation.rewrites == ("unroll_recurrent",)
-        assert "differs from the CPU's" in model.preparation.tried[0]
+        assert "differs from the CPU's" in job.tried[0]
         assert model.validation.status is ValidationStatus.RAN
     assert lines[-1].endswith("from the cache")

@@ -113,7 +113,8 @@ def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, projec
     (built,) = run(toml).built
     (preparation,), (context,) = built.artifact.record.preparations, built.artifact.record.contexts
     assert preparation.precision == "dequantized (1 operator)"
-    assert preparation.tried[0].startswith("unmodified: QNNExecutionProvider compiled no node")
+    notes = built.search.notes(built.attempt)
+    assert notes[0].startswith("unmodified: QNNExecutionProvider compiled no node")
     assert context.coverage is not None
     assert not context.coverage.uncovered
     validation = built.validations["a"]

@@ -3,18 +3,21 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from hatch_epcontext.jobs.artifact import Artifact
+from hatch_epcontext.errors import Kind, Problem
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Refused, Times
 from hatch_epcontext.jobs.report import Report, make_report, summarize
 from hatch_epcontext.jobs.report_file import render_page
+from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.worker.results import (
     Agreement,
     Coverage,
     Preparation,
+    Validated,
     Validation,
     ValidationStatus,
 )
-from tests.results import configured, resulting
+from tests.results import built_from, configured, resulting
 
 
 def test_the_report_has_the_jobs_and_their_times(project: Path, artifact: Artifact) -> None:
@@ -22,7 +25,7 @@ def test_the_report_has_the_jobs_and_their_times(project: Path, artifact: Artifa
     report = make_report(result)
     (job,) = report.jobs
     assert (job.target, job.provider, job.cached) == ("cpu", "cpu", False)
-    assert (job.times.compile, job.load) == (0.5, 0.2)
+    assert (job.times, job.load) == (Times(0.1, 0.5), 0.2)
     assert job.size == 407
     (model,) = job.models
     assert (model.model, model.source_size) == ("a", 7)
@@ -39,15 +42,13 @@ def test_a_job_in_one_line(project: Path, artifact: Artifact) -> None:
         ValidationStatus.RAN,
         (Agreement("y", 0.0125, 0.99876), Agreement("z", 0.001, None)),
         samples=("random",),
-        load=0.2,
     )
     (context,) = artifact.record.contexts
     context = dataclasses.replace(context, coverage=Coverage(12, 10, 2))
     record = dataclasses.replace(artifact.record, contexts=(context,))
     artifact = dataclasses.replace(artifact, record=record)
-    cached = dataclasses.replace(
-        built, artifact=artifact, validations={"a": validation}, cached=True
-    )
+    done = built_from(built.job, artifact, {"a": Validated(validation)})
+    cached = dataclasses.replace(done, cached=True)
     assert summarize(cached, 0.1) == (
         "a -> cpu (cpu): ok, 10/12 nodes in 2 contexts, agrees on synthetic inputs, from the cache"
     )
@@ -63,13 +64,17 @@ def test_how_it_was_prepared_is_in_the_line_and_what_was_tried_in_the_report(
         rewrites=("slice_as_gather",),
         replaced=2,
         options=("offload = 0",),
-        tried=("onnxruntime failed: the graph cannot be loaded.",),
     )
     record = dataclasses.replace(artifact.record, preparations=(prepared,))
     artifact = dataclasses.replace(artifact, record=record)
     result = resulting(configured(project), artifact)
     line = summarize(result.built[0], 1)
     assert "compiled, optimized graph, 1 rewrite of 2 nodes, with offload = 0, " in line
-    page = render_page(make_report(result), "a")
+    (built,) = result.built
+    reason = "the graph cannot be loaded."
+    refused = Refused("prepare", (Problem(Kind.COMPILE_FAILED, "", reason),))
+    failed = Attempt(Recipe("onnxruntime", fuse=False), refused=refused)
+    built = dataclasses.replace(built, search=built.search.adding(failed))
+    page = render_page(make_report(dataclasses.replace(result, built=(built,))), "a")
     assert "slice_as_gather" in page
     assert "onnxruntime failed: the graph cannot be loaded." in page

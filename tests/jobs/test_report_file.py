@@ -39,7 +39,7 @@ def report(project: Path, artifact: Artifact) -> Report:
         coverage=Coverage(
             3, 2, 1, (NodeFacts("where", "NonZero", "its shape depends on the data"),)
         ),
-        validation=Validation(ValidationStatus.RAN, (Agreement("y", 0.00125, 0.9995),), load=0.2),
+        validation=Validation(ValidationStatus.RAN, (Agreement("y", 0.00125, 0.9995),)),
     )
     problem = Problem(
         Kind.WORKER_CRASHED,
@@ -103,8 +103,9 @@ def test_green_is_for_real_inputs_that_are_not_sensitive(report: Report) -> None
 
 def test_the_badge_says_where_and_when(report: Report) -> None:
     (job,) = report.jobs
-    validation = Validation(ValidationStatus.RAN, simulated=True, day="2026-11-23")
-    model = dataclasses.replace(job.models[0], validation=validation, chip="snapdragon-x-elite")
+    validation = Validation(ValidationStatus.RAN, simulated=True)
+    chip, day = "snapdragon-x-elite", "2026-11-23"
+    model = dataclasses.replace(job.models[0], validation=validation, chip=chip, day=day)
     job = dataclasses.replace(job, models=(model,), versions={"onnxruntime-qnn": "2.7.0"})
     text = text_of(render_page(Report("g", (job,)), "a"))
     assert "simulator · snapdragon-x-elite · 2026-11-23 · onnxruntime-qnn 2.7.0" in text

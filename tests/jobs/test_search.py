@@ -14,10 +14,19 @@ from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.graph.number_format import FOR_KERNELS, FOR_RANGES
-from hatch_epcontext.jobs.artifact import Recipe, Record, Refused, Times
+from hatch_epcontext.jobs.artifact import Recipe, Record, Refused
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.plan import Job, plan
-from hatch_epcontext.jobs.search import Attempt, Search, next_recipe
+from hatch_epcontext.jobs.search import (
+    Attempt,
+    Lost,
+    Search,
+    Terms,
+    Try,
+    Validate,
+    Won,
+    next_recipe,
+)
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.worker.results import (
@@ -27,6 +36,7 @@ from hatch_epcontext.worker.results import (
     Coverage,
     Emulation,
     Preparation,
+    Validated,
     Validation,
     ValidationStatus,
 )
@@ -44,7 +54,7 @@ def refused(step: Any, kind: Kind = Kind.COMPILE_FAILED, message: str = "it fail
 NO = refused("compile")
 CRASH = refused("compile", Kind.WORKER_CRASHED)
 NO_SIMPLIFIER = refused("prepare")
-NOTHING = refused("change", message="Clip: it differs")
+NOTHING = Refused("change")
 
 
 def leaves(*operators: str) -> Refused:
@@ -120,16 +130,16 @@ class Ep:
 
     def finish(self, search: Search) -> Search:
         while True:
-            step = next_recipe(search)
-            if step.recipe is not None:
-                search = search.adding(self._compile(step.recipe))
-            elif step.attempt is not None:
-                search = search.adding(self._validate(step.attempt))
+            outcome = next_recipe(search)
+            if isinstance(outcome, Try):
+                search = search.adding(self._compile(outcome.recipe))
+            elif isinstance(outcome, Validate):
+                search = search.adding(self._validate(outcome.attempt))
             else:
-                return search.won_by(step.winner, step.tried) if step.winner else search
+                return search.won_by(outcome.attempt) if isinstance(outcome, Won) else search
 
     def winner(self, search: Search) -> Attempt | None:
-        return next_recipe(self.finish(search)).winner
+        return self.finish(search).winner
 
     def _compile(self, recipe: Recipe) -> Attempt:
         self.compiled.append(recipe)
@@ -138,33 +148,30 @@ class Ep:
         if isinstance(outcome, Refused) and outcome.control_flow and recipe.takes_control_flow:
             outcome = self.outcomes.get(f"{name} at last", outcome)
         if isinstance(outcome, Refused):
-            return Attempt(recipe, f"{recipe}", refused=outcome)
+            dropped = ("Clip: it differs",) if outcome.step == "change" else ()
+            return Attempt(recipe, refused=outcome, dropped=dropped)
         nodes = tuple(NodeFacts(f"n{index}", op) for index, op in enumerate(outcome))
         number = 10 + self.added.get(name, 0)
         coverage = Coverage(number, number - len(nodes), self.contexts.get(name, 1), nodes)
         done = Preparation(recipe.simplifier, 9, 9, rewrites=tuple(c.kind for c in recipe.changes))
         contexts = (Context("a", "a.onnx", (), (), coverage),)
         files = {"a.onnx": FileRecord(1, "")}
-        record = Record(recipe, (done,), contexts, files, {}, Times(0, 0))
-        return Attempt(recipe, f"{recipe}", record)
+        return Attempt(recipe, Record(recipe, (done,), contexts, files, {}))
 
     def _validate(self, attempt: Attempt) -> Attempt:
         name = name_of(attempt.recipe)
         self.validated.append(name)
-        return replace(attempt, validations={"a": self.validations.get(name, AGREES)})
+        return replace(attempt, validations={"": Validated(self.validations.get(name, AGREES))})
 
 
 def search_for(provider: str = "qnn", **settings: Any) -> Search:
     found = PROVIDERS[provider]
     assert found.ep
-    search = {
-        name: settings.pop(name)
-        for name in ("min_coverage", "is_dynamic", "compares")
-        if name in settings
-    }
+    search = {name: settings.pop(name) for name in ("is_dynamic", "compares") if name in settings}
+    terms = Terms(settings.pop("min_coverage", 1.0))
     device = found.devices[0]
     of = CompileSettings(provider=provider, ep=found.ep, device=device, **settings)
-    return Search(of, **search)
+    return Search(of, terms, **search)
 
 
 PARTIAL = ("MatMulInteger", "Gather")
@@ -421,8 +428,9 @@ def test_what_else_was_tried_is_noted() -> None:
         {"plain": crash, "onnxslim": ("GRU", "If"), "onnxslim unroll": (), "unfused onnxslim": ()},
         {"onnxslim unroll": WRONG},
     )
-    (win,) = ep.finish(search_for(min_coverage=0.5)).winners.values()
-    assert win.tried[:3] == (
+    search = ep.finish(search_for(min_coverage=0.5))
+    assert search.winner is not None
+    assert search.notes(search.winner)[:3] == (
         "onnxruntime failed: it fails: y cosine 0.8",
         "Clip: it differs",
         "unroll: the output 'y' differs from the CPU's",
@@ -434,22 +442,17 @@ def test_what_else_was_tried_is_noted() -> None:
 
 def stored(search: Search) -> Search:
     """What a later build reads."""
-    kept = from_json(to_json(search.to_store("2026-11-23")), Search)
-    known = {
-        key: replace(attempt, validations=search.attempts[key].validations)
-        for key, attempt in kept.attempts.items()
-    }
-    return replace(kept, attempts=known)
+    return from_json(to_json(search.to_store("2026-11-23")), Search)
 
 
 def test_a_later_build_tries_only_what_is_not_known() -> None:
     outcomes: dict[str, Outcome] = {"plain": ("If", "If"), "rewrite": NO, "unroll": ("If",)}
     first = Ep(outcomes).finish(search_for())
-    assert next_recipe(first).winner is None
+    assert isinstance(next_recipe(first), Lost)
     again = Ep(outcomes)
     assert again.winner(stored(first)) is None
     assert not again.compiled + again.validated
-    less = again.winner(replace(stored(first), min_coverage=0.5))
+    less = again.winner(replace(stored(first), terms=Terms(0.5)))
     assert less is not None
     assert (name_of(less.recipe), less.day) == ("plain", "2026-11-23")
     assert (again.compiled, again.validated) == ([], ["plain"])
@@ -464,7 +467,7 @@ def test_accidents_are_not_stored_and_what_has_won_stays() -> None:
     assert name_of(winner.recipe) == "rewrite"
     assert again.compiled == []
     # With other terms it may be another one.
-    again.finish(replace(known, min_coverage=0.5))
+    again.finish(replace(known, terms=Terms(0.5)))
     assert again.tried == ["plain"]
 
 
@@ -473,7 +476,7 @@ def test_a_winner_that_could_not_be_run_loses_where_it_differs() -> None:
     outcomes: dict[str, Outcome] = {"plain": (), "unfused": ()}
     known = Ep(outcomes, {"plain": not_run}).finish(search_for())
     here = Ep(outcomes, {"plain": WRONG})
-    unknown = {key: replace(a, validations={}) for key, a in known.attempts.items()}
+    unknown = tuple(replace(attempt, validations={}) for attempt in known.attempts)
     other = here.winner(replace(known, attempts=unknown))
     assert other is not None
     assert (here.tried, here.validated) == (["unfused"], ["plain", "unfused"])
@@ -482,7 +485,7 @@ def test_a_winner_that_could_not_be_run_loses_where_it_differs() -> None:
 
 def test_refusals_are_not_shared() -> None:
     search = Ep({"plain": NO, "rewrite": ()}).finish(search_for())
-    assert [name_of(a.recipe) for a in search.to_share().attempts.values()] == ["rewrite"]
+    assert [name_of(a.recipe) for a in search.to_share().attempts] == ["rewrite"]
 
 
 # Of searches that nothing wins.
@@ -496,7 +499,13 @@ def job_of(project: Path, keys: str = "", provider: str = "qnn") -> Job:
 
 def why(job: Job, ep: Ep, **settings: Any) -> Problem:
     search = ep.finish(search_for(job.target.settings.provider, **settings))
-    (problem,) = failure(job, next_recipe(search).tried).problems
+    return problem_of(job, search)
+
+
+def problem_of(job: Job, search: Search, jobs: Sequence[Job] = ()) -> Problem:
+    outcome = next_recipe(search)
+    assert isinstance(outcome, Lost)
+    (problem,) = failure(job, search, outcome.attempts, jobs).problems
     return problem
 
 
@@ -567,8 +576,7 @@ def test_the_last_remedy_is_the_cpu(project: Path, targets: str, remedy: list[st
     job, *others = plan(configured(project, toml)).jobs
     differs = Ep({"plain": ()}, {"plain": wrong(-9)})
     for ep in (Ep({"plain": ("GRU",)}), Ep({"plain": NO}), differs):
-        tried = next_recipe(ep.finish(search_for("qnn"))).tried
-        (problem,) = failure(job, tried, others).problems
+        problem = problem_of(job, ep.finish(search_for("qnn")), others)
         settings = [str(setting) for setting in problem.settings if "min-" not in str(setting)]
         assert settings == [f"tool.epcontext.{setting}" for setting in remedy]
 
@@ -598,8 +606,7 @@ def test_what_an_earlier_build_tried_has_its_day_and_the_keys_of_this_project(
     settings = (Setting(theirs[0] / "cut"), Setting(theirs[1] / "profiles"))
     problem = Problem(Kind.COMPILE_FAILED, "", "it fails.", "Set:", settings=settings)
     search = stored(Ep({"plain": Refused("compile", (problem,))}).finish(search_for()))
-    tried = next_recipe(search).tried
-    (problem,) = failure(job, tried).problems
+    problem = problem_of(job, search)
     again = "This was tried before (2026-11-23); HATCH_EPCONTEXT_NO_CACHE=1 tries it again."
     assert problem.message == f"it fails.\n{again}"
     assert [str(setting) for setting in problem.settings[:2]] == [

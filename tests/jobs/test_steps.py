@@ -13,13 +13,13 @@ from onnx import helper
 from hatch_epcontext.errors import AccidentError, Kind
 from hatch_epcontext.files import record_file
 from hatch_epcontext.graph.number_format import ALWAYS
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record, Refused, Source
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Refused, Source
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.steps import Build, Steps
-from hatch_epcontext.worker.results import ModelFacts, Preparation, Validation
+from hatch_epcontext.worker.results import ModelFacts, Preparation, Validated
 from tests.altered_workers import workers_with
 from tests.conftest import needs_qnn
 from tests.models import network, parsed, save, weights
@@ -79,11 +79,11 @@ def new_build(workers: Workers, staging: Path, *jobs: Job) -> Build:
     return Build(workers, Cache(None, pytest.fail), staging, versions, sources)
 
 
-def run(build: Build, job: Job) -> Validation:
+def run(build: Build, job: Job) -> Validated:
     """Compile and validate ``job``."""
     steps, folder = Steps(build, build.staging / "prepared"), build.staging / job.target.name
-    record = steps.compile(job, Recipe("onnxruntime"), folder)
-    assert isinstance(record, Record)
+    record = steps.compile(job, Recipe("onnxruntime"), folder).record
+    assert record is not None
     return steps.validate(job, job.models[0], Artifact(folder, record), record.contexts[0])
 
 
@@ -126,11 +126,9 @@ def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
     unfused = Recipe("onnxruntime", fuse=False)
     before = steps.prepare(folded, 0, Recipe("onnxruntime"))
     after = steps.prepare(folded, 0, unfused)
-    assert after.nodes == before.nodes + 1
-    assert after.rewrites == ("nothing folded into convolutions",)
-    assert after.changed
-    assert not steps.prepare(other, 0, unfused).changed
-    assert steps.compile(other, unfused, tmp_path / "out") == Refused("change")
+    assert after.preparation.nodes == before.preparation.nodes + 1
+    assert after.preparation.rewrites == ("nothing folded into convolutions",)
+    assert steps.compile(other, unfused, tmp_path / "out").refused == Refused("change")
 
 
 @pytest.mark.parametrize(("operator", "requests"), [("Add", 1), ("Pow", 2)])
@@ -141,7 +139,7 @@ def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
     save(parsed(text, two=np.float32(2)), project / "models" / "a.onnx")
     steps = Steps(new_build(workers, tmp_path, job), tmp_path / "prepared")
     prepared = steps.prepare(job, 0, Recipe("onnxruntime", corrections=ALWAYS))
-    assert prepared.rewrites == (("square",) if requests == 2 else ())
+    assert prepared.preparation.rewrites == (("square",) if requests == 2 else ())
     assert [step for step, _ in answering(tmp_path)] == ["call"] * requests
 
 
@@ -152,9 +150,11 @@ def job(project: Path) -> Job:
     return job
 
 
-def prepared(job: Job, tmp_path: Path, workers: Workers) -> Preparation:
-    (preparation,) = run_job(new_build(workers, tmp_path, job), job).artifact.record.preparations
-    return preparation
+def prepared(job: Job, tmp_path: Path, workers: Workers) -> tuple[Preparation, tuple[str, ...]]:
+    """How it was prepared, and what else was tried."""
+    built = run_job(new_build(workers, tmp_path, job), job)
+    (preparation,) = built.artifact.record.preparations
+    return preparation, built.search.notes(built.attempt)
 
 
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
@@ -228,8 +228,8 @@ def test_only_the_simplifiers_own_fault_leads_to_the_next_one(
     failed: tuple[str, ...],
 ) -> None:
     body.write_text(source, encoding="utf-8")
-    preparation = prepared(job, tmp_path, workers)
+    preparation, notes = prepared(job, tmp_path, workers)
     assert preparation.simplifier == ("onnxslim" if failed else "onnxruntime")
-    assert len(preparation.tried) == len(failed)
-    assert all(map(str.startswith, preparation.tried, failed))
+    assert len(notes) == len(failed)
+    assert all(map(str.startswith, notes, failed))
     assert len(body.with_name("tries").read_bytes()) == tries

@@ -9,15 +9,13 @@ import pytest
 
 from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
 from hatch_epcontext.errors import Kind, UnavailableError
-from hatch_epcontext.files import FileRecord
-from hatch_epcontext.jobs.artifact import Artifact, Record
 from hatch_epcontext.jobs.cache.build import Index
 from hatch_epcontext.jobs.job import (
     check_required,
-    validation_key,
     validation_without_run,
     worst_of_alone,
 )
+from hatch_epcontext.jobs.keys import comparison_key
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.report import describe_validation, validation_warnings
 from hatch_epcontext.providers import PROVIDERS
@@ -25,6 +23,7 @@ from hatch_epcontext.worker.results import (
     Agreement,
     AgreementStatus,
     Emulation,
+    Validated,
     Validation,
     ValidationStatus,
 )
@@ -170,7 +169,7 @@ def test_the_mode_decides_whether_a_model_is_run(
 ) -> None:
     job = with_validate(job, mode=mode)
     found = validation_without_run(job, job.models[0])
-    assert (found.status if found else None) is status
+    assert (found.validation.status if found else None) is status
 
 
 @pytest.mark.parametrize(
@@ -214,19 +213,22 @@ def for_several_chips(job: Job) -> Job:
 def test_a_context_for_several_chips_has_the_worst_validation_of_the_chips(job: Job) -> None:
     reason = for_several_chips(job).reason_not_to_open
     near, nearer = (
-        Validation(ValidationStatus.RAN, (Agreement("y", 0.02, 0.9991, 40.0, margin=margin),))
+        Validated(
+            Validation(ValidationStatus.RAN, (Agreement("y", 0.02, 0.9991, 40.0, margin=margin),))
+        )
         for margin in (3.0, 12.0)
     )
     found = worst_of_alone([nearer, near], reason)
-    assert found.agreements == near.agreements
-    assert found.status is ValidationStatus.RAN_ALONE
-    assert found.reason == (
+    assert found.validation.agreements == near.validation.agreements
+    assert found.validation.status is ValidationStatus.RAN_ALONE
+    assert found.validation.reason == (
         "QNNExecutionProvider cannot open contexts for several chips on this machine"
     )
-    assert worst_of_alone([RAN, STRUCTURE], reason) is STRUCTURE
+    not_run = Validated(STRUCTURE)
+    assert worst_of_alone([Validated(RAN), not_run], reason) is not_run
     agreement = Agreement("y", 0.02, 0.9991, 40.0, status=AgreementStatus.SENSITIVE, margin=30.0)
-    sensitive = Validation(ValidationStatus.RAN, (agreement,))
-    assert worst_of_alone([nearer, sensitive], reason).sensitive
+    sensitive = Validated(Validation(ValidationStatus.RAN, (agreement,)))
+    assert worst_of_alone([nearer, sensitive], reason).validation.sensitive
 
 
 def test_the_reason_not_to_open_names_all_that_is_special(job: Job) -> None:
@@ -238,11 +240,9 @@ def test_the_reason_not_to_open_names_all_that_is_special(job: Job) -> None:
     )
 
 
-def test_files_inputs_tolerance_and_load_options_are_in_the_key(
-    job: Job, artifact: Artifact, tmp_path: Path
-) -> None:
-    def key_of(job: Job, record: Record = artifact.record) -> str:
-        return validation_key(job, job.models[0], record.files, Index())
+def test_inputs_tolerance_and_load_options_are_in_the_key(job: Job, tmp_path: Path) -> None:
+    def key_of(job: Job) -> str:
+        return comparison_key(job, job.models[0], Index())
 
     file = tmp_path / "x.npz"
     np.savez(file, x=np.ones(1))
@@ -268,6 +268,4 @@ def test_files_inputs_tolerance_and_load_options_are_in_the_key(
     assert key_of(jobs[3]) != keys[3]
     # The mode does not change the result of a validation.
     assert key_of(with_validate(job, mode="require")) == keys[0]
-    other = {**artifact.record.files, "a_ctx.onnx": FileRecord(1, "00" * 32)}
-    assert key_of(job, dataclasses.replace(artifact.record, files=other)) != keys[0]
     assert job.models[0].validate == ValidateTable()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Artifact, Result
+from hatch_epcontext.jobs.artifact import Artifact, Recipe, Refused, Result
+from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.package.manifest import (
     ModelPackage,
     Variant,
@@ -19,9 +20,9 @@ from hatch_epcontext.package.manifest import (
 from hatch_epcontext.providers import Plugin
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.shipped import METADATA
-from hatch_epcontext.worker.results import Preparation
+from hatch_epcontext.worker.results import Preparation, Validated
 from tests.projects import GROUP
-from tests.results import compiled, configured, resulting
+from tests.results import built_from, compiled, configured, resulting
 
 newer_python = pytest.mark.skipif(sys.version_info < (3, 11), reason="the qnn provider needs 3.11")
 
@@ -50,15 +51,17 @@ def test_it_has_what_was_built_and_not_what_was_tried_or_when(
     project: Path, artifact: Artifact
 ) -> None:
     prepared = Preparation("onnxruntime", 5, 4, rewrites=("a rewrite",))
-    prepared = dataclasses.replace(prepared, tried=("an attempt",))
     (context,) = artifact.record.contexts
     context = dataclasses.replace(context, compatibility="v2:6", ep_sdk_version="2.51")
     record = dataclasses.replace(artifact.record, preparations=(prepared,), contexts=(context,))
-    package = package_of(resulting(configured(project), Artifact(artifact.folder, record)))
+    result = resulting(configured(project), Artifact(artifact.folder, record))
+    (built,) = result.built
+    attempt = Attempt(Recipe("none"), refused=Refused("change"), dropped=("an attempt",))
+    built = dataclasses.replace(built, search=built.search.adding(attempt))
+    package = package_of(dataclasses.replace(result, built=(built,)))
     text = write(package)
     assert "a rewrite" in text
-    assert '"load": null' in text
-    for absent in ("an attempt", "a simplifier", "seconds", "times", "2026-11-23"):
+    for absent in ("an attempt", "seconds", '"load"', "2026-11-23"):
         assert absent not in text
     variant, about = only_variant(package, "cpu")
     assert (variant.compatibility_string, about.ep_sdk_version) == ("v2:6", "2.51")
@@ -82,8 +85,9 @@ def test_the_batch_that_a_target_has_seen_is_that_of_the_model(
     toml = '[targets]\na.provider = "cpu"\nb.provider = "cpu"\n[[models]]\npath = "models/a.onnx"\n'
     result = compiled(configured(project, toml), tmp_path)
     batch = {"inputs": {"x": 0}, "outputs": {"y": 0}}
-    seen = dataclasses.replace(result.built[1].validations["a"], batch=batch)
-    built = result.built[0], dataclasses.replace(result.built[1], validations={"a": seen})
+    first, second = result.built
+    seen = Validated(second.validations["a"], batch)
+    built = first, built_from(second.job, second.artifact, {"a": seen})
     package = package_of(dataclasses.replace(result, built=built))
     assert package.components["a"].about.batch == batch
     about = package.components["a"].variants["b"].about

@@ -39,7 +39,7 @@ def quantized(
 def test_a_model_of_floats_is_quantized_and_compared(tmp_path: Path) -> None:
     samples = np.random.default_rng(1).standard_normal((4, 1, 8, 8)).astype(np.float32)
     reply = quantized(network(1), tmp_path / "first", samples)
-    assert reply.precision == "quantized to uint16 with weights of uint8 (4 samples)"
+    assert reply.preparation.precision == "quantized to uint16 with weights of uint8 (4 samples)"
     made = onnx.load(reply.path)
     assert "QuantizeLinear" in {node.op_type for node in made.graph.node}
     # What is quantized already has ranges of its own.
@@ -69,7 +69,7 @@ def test_dynamic_quantization_is_undone_and_compared(tmp_path: Path) -> None:
         tolerance=Tolerance(15, 0.98),
     )
     reply = handle(request)
-    assert reply.precision == "dequantized (2 operators)"
+    assert reply.preparation.precision == "dequantized (2 operators)"
     operators = {node.op_type for node in onnx.load(reply.path).graph.node}
     assert "MatMul" in operators
     assert "MatMulInteger" not in operators

@@ -27,7 +27,7 @@ def test_a_rehearsal_works_and_leaves_no_threads(tmp_path: Path) -> None:
         while os.listdir("/proc/self/task") != before and time.monotonic() < end:
             time.sleep(0.05)
         assert os.listdir("/proc/self/task") == before
-        assert [each.status.name for each in reply.agreements] == ["AGREES"]
+        assert [each.status.name for each in reply.validation.agreements] == ["AGREES"]
         # The server's own working directory is the root of the file system.
         assert os.listdir() == []
         """)

@@ -174,7 +174,7 @@ def test_another_gpu_than_that_of_the_engine_runs_nothing(
     monkeypatch.setattr(session, "_devices", lambda provider, settings: [])
     name = "onnxruntime.capi._pybind_state.get_model_compatibility_for_ep_devices"
     monkeypatch.setattr(name, compare)
-    assert validate.handle(request).status is ValidationStatus.STRUCTURE
+    assert validate.handle(request).validation.status is ValidationStatus.STRUCTURE
     assert asked == [reply.contexts[0].compatibility]
 
 
@@ -274,6 +274,6 @@ def test_without_a_gpu_only_the_structure_is_validated(tmp_path: Path) -> None:
     spec = Model("a", path, MODEL)
     request = ValidateRequest(spec, to, reply.contexts[0], str(folder), None)
     found = validate.handle(request)
-    if found.status is ValidationStatus.RAN:
+    if found.validation.status is ValidationStatus.RAN:
         pytest.skip("this machine has an RTX GPU")
-    assert found.agreements == ()
+    assert found.validation.agreements == ()

@@ -35,6 +35,7 @@ from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.compiler import load_named, optimize
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import Prepared, PrepareRequest
+from hatch_epcontext.worker.results import Preparation
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.source import (
     data_of,
@@ -87,12 +88,15 @@ def handle(request: PrepareRequest) -> Prepared:
     if expected is not None and (simplified is not None or done is not None):
         _compare(simplified, result, expected, request, done)
     prepared = load_named(result)
-    return Prepared(
+    preparation = Preparation(
         request.simplifier,
         nodes_before,
         len(graph.compute_nodes(prepared.graph)),
         graph.control_flow(prepared.graph),
         precision,
+    )
+    return Prepared(
+        preparation,
         path=str(result),
         ranges=expected.facts.ranges
         if expected

@@ -65,7 +65,7 @@ def handle(request: RewriteRequest) -> Prepared:
     work = _RewriteSession.begin(request)
     candidates = work.candidates()
     # All at once, or else one after the other: those that change results are left out.
-    best, kept = replace(request.before, changed=False, tried=()), tuple[Rewrite, ...]()
+    best, kept = replace(request.before, changed=False), tuple[Rewrite, ...]()
     declined, dropped = dict[Declined, None](), list[str]()
     with contextlib.suppress(Exception):
         return work.rewrite(candidates)
@@ -76,9 +76,10 @@ def handle(request: RewriteRequest) -> Prepared:
             dropped.append(_dropped(rewrite.name, error))
             continue
         declined |= dict.fromkeys(result.declined)
-        if rewrite.name in result.rewrites[len(request.before.rewrites) :]:
+        earlier = len(request.before.preparation.rewrites)
+        if rewrite.name in result.preparation.rewrites[earlier:]:
             best, kept = result, (*kept, rewrite)
-    return replace(best, declined=tuple(declined), tried=tuple(dropped))
+    return replace(best, declined=tuple(declined), dropped=tuple(dropped))
 
 
 def _dropped(name: str, error: Exception) -> str:
@@ -137,20 +138,24 @@ class _RewriteSession:
             names |= dict.fromkeys(new)
             path, session = self.write(model, path.parent)
         if session is None:
-            return replace(before, changed=False, declined=declined, tried=())
+            return replace(before, changed=False, declined=declined, dropped=())
         self.compare(session, path)
         rewritten = load_named(path)
-        return replace(
-            before,
-            path=str(path),
+        preparation = replace(
+            before.preparation,
+            replaced=replaced,
             nodes=len(graph.compute_nodes(rewritten.graph)),
             control_flow=graph.control_flow(rewritten.graph),
+            rewrites=(*before.preparation.rewrites, *names),
+        )
+        return replace(
+            before,
+            preparation=preparation,
+            path=str(path),
             applicable=applicable(rewritten),
-            rewrites=(*before.rewrites, *names),
-            replaced=replaced,
-            declined=declined,
-            tried=(),
             changed=True,
+            dropped=(),
+            declined=declined,
         )
 
     def write(self, model: onnx.ModelProto, source: Path) -> tuple[Path, ort.InferenceSession]:

@@ -41,6 +41,7 @@ from hatch_epcontext.worker.results import (
     Agreement,
     AgreementStatus,
     Emulation,
+    Validated,
     Validation,
     ValidationStatus,
 )
@@ -52,7 +53,7 @@ from hatch_epcontext.worker.session import (
 )
 
 
-def handle(request: ValidateRequest) -> Validation:
+def handle(request: ValidateRequest) -> Validated:
     """Validate the request's context: open it, run it, and compare.
 
     Outputs that differ are in the result. Raises BuildError when it cannot be opened without compiling, or
@@ -72,7 +73,7 @@ def handle(request: ValidateRequest) -> Validation:
         status = ValidationStatus.RAN_ON_CPU if on_cpu else ValidationStatus.STRUCTURE
         validation = replace(validation, status=status, simulated=False)
         if provider.by_library:
-            return validation
+            return Validated(validation)
     expected = _reference(request)
     step("opening the compiled model")
     # In a group, sessions that are opened first must outlive the later ones.
@@ -86,15 +87,16 @@ def handle(request: ValidateRequest) -> Validation:
     start = time.perf_counter()
     session = open_session(path, session_options)
     day = datetime.now(timezone.utc).date().isoformat()
-    validation = replace(validation, load=time.perf_counter() - start, day=day)
+    load = time.perf_counter() - start
     if unavailable is None:
         _check_assignment(request, session)
     if isinstance(expected, Reference):
         if (rest := expected.facts.selections.rest) is not None:
             session = open_with_reads(path, rest, make_options())
-        return _compare(request, session, expected, validation)
+        compared = _compare(request, session, expected, validation)
+        return Validated(compared, expected.facts.batch, load, day)
     outputs = run_model(session, expected, "the compiled model")
-    return replace(validation, agreements=tuple(not_finite(outputs, {})))
+    return Validated(replace(validation, agreements=tuple(not_finite(outputs, {}))), {}, load, day)
 
 
 def _compare(
@@ -124,7 +126,6 @@ def _compare(
         samples=compared.samples,
         warnings=compared.warnings,
         float_form=float_form,
-        batch=expected.facts.batch,
     )
     if validation.differs:
         return validation

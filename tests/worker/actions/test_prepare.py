@@ -47,7 +47,11 @@ def test_a_prepared_model_has_its_data_and_the_source_is_unchanged(
     assert shapes(onnx.load(reply.path, load_external_data=False))["x"] == [1, 1, 8, 8]
     x = np.ones((1, 1, 8, 8), np.float32)
     assert open_session(Path(reply.path), cpu_options()).run(None, {"x": x})[0].shape == (1, 10)
-    assert (reply.nodes_before, reply.nodes, reply.control_flow) == (4, 4, ())
+    assert (
+        reply.preparation.nodes_before,
+        reply.preparation.nodes,
+        reply.preparation.control_flow,
+    ) == (4, 4, ())
     assert {path.name: path.read_bytes() for path in source.parent.iterdir()} == before
 
 
@@ -140,8 +144,11 @@ def test_no_two_nodes_have_the_same_name(
 def test_the_simplifier_removes_a_constant_condition(tmp_path: Path) -> None:
     path = save(choosing(), tmp_path / "a.onnx")
     reply = run(path, tmp_path, "onnxruntime", constants={"rate": 16000})
-    assert reply.control_flow == ("Loop",)
-    assert run(path, tmp_path, "none", constants={"rate": 16000}).control_flow == ("If", "Loop")
+    assert reply.preparation.control_flow == ("Loop",)
+    assert run(path, tmp_path, "none", constants={"rate": 16000}).preparation.control_flow == (
+        "If",
+        "Loop",
+    )
 
 
 @pytest.mark.parametrize("simplifier", ["onnxruntime", "onnxslim"])
@@ -181,7 +188,7 @@ def test_initializers_among_the_inputs_are_constants(
     session = open_session(Path(reply.path), cpu_options())
     assert session.get_overridable_initializers() == []
     # The normalization is folded into the weights.
-    assert reply.nodes == (3 if simplifier == "none" else 2)
+    assert reply.preparation.nodes == (3 if simplifier == "none" else 2)
     assert source.read_bytes() == before
 
 
@@ -226,4 +233,9 @@ def test_a_suppression_of_nearly_the_same_boxes_may_select_others(tmp_path: Path
     x = np.float32(1) + np.float32(2**-22) * np.random.default_rng(1).integers(0, 2, (1, 1, 16, 16))
     np.savez(tmp_path / "x.npz", x=x.astype(np.float32))
     table = ValidateTable(inputs=str(tmp_path / "x.npz"))
-    assert run(save(made, tmp_path / "a.onnx"), tmp_path, "onnxruntime", validate=table).nodes == 4
+    assert (
+        run(
+            save(made, tmp_path / "a.onnx"), tmp_path, "onnxruntime", validate=table
+        ).preparation.nodes
+        == 4
+    )

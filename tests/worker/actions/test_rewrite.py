@@ -70,8 +70,8 @@ def test_a_rewrite_is_as_near_to_the_source_as_what_is_rewritten(
         path=str(squares(factor, "other.onnx")),
         corrections=("square",),
     )
-    assert reply.rewrites == kept
-    assert bool(reply.tried) is not bool(kept)
+    assert reply.preparation.rewrites == kept
+    assert bool(reply.dropped) is not bool(kept)
 
 
 def softplus_and_comparison() -> onnx.ModelProto:
@@ -102,8 +102,8 @@ def test_what_is_refused_is_rewritten(
     after = operators(onnx.load(reply.path))
     kinds = ("Softplus", "Log", "GreaterOrEqual", "Or")
     assert [operator for operator in after if operator in kinds] == expected
-    assert reply.nodes == len(after)
-    assert reply.tried == ()
+    assert reply.preparation.nodes == len(after)
+    assert reply.dropped == ()
 
 
 def test_external_data_stays_outside(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_external_data_hides_no_types(tmp_path: Path) -> None:
     outside = rewritten(
         save_with_data(model, tmp_path / "outside" / "a.onnx"), tmp_path / "2", None
     )
-    assert inside.nodes == outside.nodes
+    assert inside.preparation.nodes == outside.preparation.nodes
     assert outside.changed
     assert "SkipSimplifiedLayerNormalization" not in str(operators(onnx.load(outside.path)))
 
@@ -152,8 +152,8 @@ def test_a_rewrite_that_changes_results_is_dropped(
     wrong = Rewrite("wrong", frozenset({"ReduceMax"}), negated)
     monkeypatch.setattr(rewrite, "REWRITES", (wrong, *REWRITES))
     reply = rewritten(save(softplus_and_comparison(), tmp_path / "a.onnx"), tmp_path, None)
-    assert len(reply.rewrites) == 2
-    (dropped,) = reply.tried
+    assert len(reply.preparation.rewrites) == 2
+    (dropped,) = reply.dropped
     assert dropped.startswith("wrong: the output 'y' differs from the source model's")
 
 

@@ -16,6 +16,7 @@ from hatch_epcontext.worker.actions.rewrite import handle
 from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import write_reference
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest
+from hatch_epcontext.worker.results import Preparation
 from tests.graph.rewrites.unrolled import recurrent
 from tests.models import parsed, save, save_with_data
 
@@ -46,7 +47,8 @@ def unroll(
     folder.mkdir()
     file = folder.with_suffix(".reference")
     written = write_reference(reference(spec, onnx.load(path)), file) if compare else None
-    before, out = Prepared("none", 1, 1, path=str(path), reference=written), str(folder)
+    before = Prepared(Preparation("none", 1, 1), str(path), reference=written)
+    out = str(folder)
     request = RewriteRequest(spec, before, refused, out, True, unroll_limit=limit)
     return handle(request)
 
@@ -54,8 +56,8 @@ def unroll(
 def test_a_loop_that_follows_from_another_one_is_unrolled_too(tmp_path: Path) -> None:
     reply = unroll(save(parsed(FOLLOWING), tmp_path / "a.onnx"), tmp_path / "out")
     assert reply.changed
-    assert (reply.rewrites, reply.control_flow) == (("unroll_loop",), ())
-    assert reply.nodes == len(graph.compute_nodes(onnx.load(reply.path).graph))
+    assert (reply.preparation.rewrites, reply.preparation.control_flow) == (("unroll_loop",), ())
+    assert reply.preparation.nodes == len(graph.compute_nodes(onnx.load(reply.path).graph))
 
 
 def test_only_what_is_refused_is_unrolled(tmp_path: Path) -> None:
@@ -87,20 +89,20 @@ def test_a_layer_with_other_gates_is_named(tmp_path: Path) -> None:
     reply = unroll(path, tmp_path / "out", compare=False)
     reason = "its input and forget gates are coupled"
     assert reply.declined == (Declined(reason, "unroll_recurrent", "LSTM", "layer"),)
-    assert reply.tried == ()
+    assert reply.dropped == ()
 
 
 def test_the_limit_is_named(tmp_path: Path) -> None:
     path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", limit=5)
     assert not reply.changed
-    assert "more than 5 nodes (unroll-limit)" in reply.tried[0]
+    assert "more than 5 nodes (unroll-limit)" in reply.dropped[0]
 
 
 def test_a_layer_with_external_data_is_unrolled(tmp_path: Path) -> None:
     path = save_with_data(recurrent("GRU"), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", ("layer",))
-    assert reply.rewrites == ("unroll_recurrent",)
+    assert reply.preparation.rewrites == ("unroll_recurrent",)
 
 
 def test_what_changes_the_results_is_dropped(
@@ -114,4 +116,4 @@ def test_what_changes_the_results_is_dropped(
     text = "(float[2] x, float[2] z) => (float[2] y) { y = Sub (x, z) }"
     reply = unroll(save(parsed(text), tmp_path / "a.onnx"), tmp_path / "out")
     assert not reply.changed
-    assert "sub_as_add" in reply.tried[0]
+    assert "sub_as_add" in reply.dropped[0]

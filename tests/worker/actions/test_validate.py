@@ -20,7 +20,7 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.actions import prepare, validate
 from hatch_epcontext.worker.comparison.runs import read_reference, write_reference
 from hatch_epcontext.worker.requests import PrepareRequest, ValidateRequest
-from hatch_epcontext.worker.results import Validation, ValidationStatus
+from hatch_epcontext.worker.results import Validated, Validation, ValidationStatus
 from hatch_epcontext.worker.session import context_options
 from tests.conftest import needs_qnn
 from tests.models import interrupted, network, parsed, save, with_weights_left_over
@@ -49,7 +49,7 @@ def built(
     return ValidateRequest(spec, to, reply.contexts[0], request.folder, HALF)
 
 
-def handle(request: ValidateRequest) -> Validation:
+def handled(request: ValidateRequest) -> Validated:
     """Compare with the source as it is now."""
     compares = request.tolerance is not None
     with temp_dir() as folder:
@@ -60,6 +60,10 @@ def handle(request: ValidateRequest) -> Validation:
         return validate.handle(found)
 
 
+def handle(request: ValidateRequest) -> Validation:
+    return handled(request).validation
+
+
 def square_root(output: str = "y") -> onnx.ModelProto:
     """A square root, which is NaN below 0."""
     return parsed(f"(float[batch, 50] x) => (float[batch, 50] {output}) {{ {output} = Sqrt (x) }}")
@@ -68,26 +72,27 @@ def square_root(output: str = "y") -> onnx.ModelProto:
 @needs_qnn
 def test_a_context_is_run_and_compared(tmp_path: Path) -> None:
     request = built(network(), "qnn", tmp_path)
-    validation = handle(request)
+    validated = handled(request)
+    validation = validated.validation
     (agreement,) = validation.agreements
     assert agreement.output == "y"
     assert agreement.cosine is not None
     assert agreement.cosine > 0.999
     # The NPU computes in float16: with exactly the CPU's numbers, the CPU must have computed them.
     assert 0 < agreement.max_abs < 0.1
-    assert validation.load is not None
-    assert validation.load > 0
-    assert validation.day == datetime.now(timezone.utc).date().isoformat()
+    assert validated.load is not None
+    assert validated.load > 0
+    assert validated.day == datetime.now(timezone.utc).date().isoformat()
     # The source's outputs in the file of its preparation are the same, and are what is compared.
     path = tmp_path / "prepared" / "reference.bin"
     recorded = validate.handle(dataclasses.replace(request, reference=str(path)))
-    assert recorded.agreements == validation.agreements
+    assert recorded.validation.agreements == validation.agreements
     found = read_reference(str(path))
     for run in found.runs:
         for outputs in run.outputs:
             np.negative(outputs["y"], out=outputs["y"])
     wrong = write_reference(found, tmp_path / "wrong.bin")
-    (problem,) = validate.handle(dataclasses.replace(request, reference=wrong)).problems
+    (problem,) = validate.handle(dataclasses.replace(request, reference=wrong)).validation.problems
     assert "differs from the CPU's" in problem.message
 
 
