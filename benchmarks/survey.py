@@ -209,7 +209,7 @@ def outcome(model: str, target: str, seconds: float, printed: Printed) -> Try:
         compiled=coverage.get("compiled"),
         contexts=coverage.get("partitions"),
         compile=job["times"]["compile"] if job["times"] else None,
-        open=model["load"],
+        open=facts["load"],
         validation=validation["status"],
         snr=min(ratios, default=None),
         equal=bool(compared) and not ratios,

@@ -31,9 +31,10 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.graph.facts import NodeFacts, TensorFacts
-from hatch_epcontext.jobs.artifact import FailureReport, Result, Times
+from hatch_epcontext.jobs.artifact import FailureReport, Result
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.recipe import Times
 from hatch_epcontext.jobs.report import JobReport, ModelReport, Report
 from hatch_epcontext.jobs.run import IncompleteError, build, open_cache
 from hatch_epcontext.providers import OptionValue

@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, settings
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Record
+from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.processes import process, running
+from hatch_epcontext.jobs.recipe import Recipe, Record
 from hatch_epcontext.worker.results import Context, Preparation
 from tests.kept_server import KeptServers, inherited
 

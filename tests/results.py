@@ -10,16 +10,9 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.files import record_file, record_files, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import (
-    Artifact,
-    Built,
-    Recipe,
-    Record,
-    Result,
-    Source,
-    Times,
-)
+from hatch_epcontext.jobs.artifact import Artifact, Built, Result, Source
 from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.recipe import Recipe, Record, Times
 from hatch_epcontext.jobs.search import Attempt, Search, Terms
 from hatch_epcontext.package.bundle import bundle, modules
 from hatch_epcontext.package.folder import publish

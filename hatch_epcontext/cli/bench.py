@@ -22,11 +22,12 @@ from hatch_epcontext.cli._settings import (
 )
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.jobs.artifact import Artifact, Recipe
+from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.recipe import Recipe
 from hatch_epcontext.jobs.run import begin
 from hatch_epcontext.jobs.steps import Steps
 from hatch_epcontext.system import check_folder

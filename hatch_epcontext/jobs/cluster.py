@@ -27,7 +27,7 @@ from hatch_epcontext.config.settings import SYNTHETIC, BuildSettings
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem
 from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.artifact import GENERATOR, PACKAGE, Artifact, Built, Record, Source
+from hatch_epcontext.jobs.artifact import GENERATOR, PACKAGE, Artifact, Built, Source
 from hatch_epcontext.jobs.cache.build import Cache, changed_error
 from hatch_epcontext.jobs.cache.shared import Transport, TransportError, in_thread
 from hatch_epcontext.jobs.cache.store import DamagedError, read_record
@@ -35,6 +35,7 @@ from hatch_epcontext.jobs.job import run_job, store_result
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.jobs.requirements import check_environment, requirements, versions_of
 from hatch_epcontext.jobs.search import Search
 from hatch_epcontext.jobs.sources import input_files

@@ -18,12 +18,13 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import is_sha256
-from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built, Recipe, Record
+from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built
 from hatch_epcontext.jobs.cache.build import changed_error
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.keys import artifact_key, fingerprint, search_key, terms_of
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
+from hatch_epcontext.jobs.recipe import Recipe, Record
 from hatch_epcontext.jobs.search import (
     Attempt,
     Lost,

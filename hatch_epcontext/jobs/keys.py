@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.jobs.artifact import Recipe
 from hatch_epcontext.jobs.cache.build import Index
 from hatch_epcontext.jobs.plan import FORMAT, Job
+from hatch_epcontext.jobs.recipe import Recipe
 from hatch_epcontext.jobs.search import Terms
 from hatch_epcontext.jobs.sources import inputs_digest
 from hatch_epcontext.serialize import value_sha256

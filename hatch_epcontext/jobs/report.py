@@ -8,14 +8,8 @@ from collections.abc import Iterator, Mapping
 import hatch_epcontext
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.artifact import (
-    GENERATOR,
-    Built,
-    FailureReport,
-    Result,
-    Source,
-    Times,
-)
+from hatch_epcontext.jobs.artifact import GENERATOR, Built, FailureReport, Result, Source
+from hatch_epcontext.jobs.recipe import Times
 from hatch_epcontext.providers import QUANTIZED
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (

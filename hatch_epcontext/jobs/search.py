@@ -27,7 +27,7 @@ from hatch_epcontext.graph.number_format import (
     FOR_RANGES,
     RewriteName,
 )
-from hatch_epcontext.jobs.artifact import Nodes, Recipe, Record, Refused, Times
+from hatch_epcontext.jobs.recipe import Nodes, Recipe, Record, Refused, Times
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count

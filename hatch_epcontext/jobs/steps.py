@@ -25,18 +25,11 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import ALWAYS, RewriteName
-from hatch_epcontext.jobs.artifact import (
-    Artifact,
-    Change,
-    Recipe,
-    Record,
-    Refused,
-    Source,
-    Times,
-)
+from hatch_epcontext.jobs.artifact import Artifact, Source
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
+from hatch_epcontext.jobs.recipe import Change, Recipe, Record, Refused, Times
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import (

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from hatch_epcontext.files import is_intact
-from hatch_epcontext.jobs.artifact import Artifact, Refused
+from hatch_epcontext.jobs.artifact import Artifact
+from hatch_epcontext.jobs.recipe import Refused
 from hatch_epcontext.serialize import from_json
 
 

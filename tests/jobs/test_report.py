@@ -4,7 +4,8 @@ import dataclasses
 from pathlib import Path
 
 from hatch_epcontext.errors import Kind, Problem
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Refused, Times
+from hatch_epcontext.jobs.artifact import Artifact
+from hatch_epcontext.jobs.recipe import Recipe, Refused, Times
 from hatch_epcontext.jobs.report import Report, make_report, summarize
 from hatch_epcontext.jobs.report_file import render_page
 from hatch_epcontext.jobs.search import Attempt

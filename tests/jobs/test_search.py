@@ -14,9 +14,9 @@ from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.graph.number_format import FOR_KERNELS, FOR_RANGES
-from hatch_epcontext.jobs.artifact import Recipe, Record, Refused
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.recipe import Recipe, Record, Refused
 from hatch_epcontext.jobs.search import (
     Attempt,
     Lost,

@@ -13,11 +13,12 @@ from onnx import helper
 from hatch_epcontext.errors import AccidentError, Kind
 from hatch_epcontext.files import record_file
 from hatch_epcontext.graph.number_format import ALWAYS
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Refused, Source
+from hatch_epcontext.jobs.artifact import Artifact, Source
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.recipe import Recipe, Refused
 from hatch_epcontext.jobs.steps import Build, Steps
 from hatch_epcontext.worker.results import ModelFacts, Preparation, Validated
 from tests.altered_workers import workers_with

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Artifact, Recipe, Refused, Result
+from hatch_epcontext.jobs.artifact import Artifact, Result
+from hatch_epcontext.jobs.recipe import Recipe, Refused
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.package.manifest import (
     ModelPackage,

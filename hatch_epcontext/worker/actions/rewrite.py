@@ -125,7 +125,7 @@ class _RewriteSession:
         """The model after ``rewrites``; raises an exception if it cannot be run, or its results changed."""
         before, limit = self.request.before, self.request.unroll_limit
         path, session, names = Path(before.path), None, dict[str, None]()
-        replaced = before.replaced
+        replaced = before.preparation.replaced
         # The length of a loop may be constant only after another one, whose result it is, was unrolled.
         for _ in range(_MAX_ROUNDS if limit is not None and self.request.simplify else 1):
             model = onnx.load(path, load_external_data=False)

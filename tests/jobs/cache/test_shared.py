@@ -21,10 +21,11 @@ import pytest
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.settings import BuildSettings
 from hatch_epcontext.files import FileRecord, record_file, record_files
-from hatch_epcontext.jobs.artifact import Artifact, Record
+from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.cache.shared import SharedCache, Transport
 from hatch_epcontext.jobs.cache.signing import new_keys, sign, verify
 from hatch_epcontext.jobs.cache.store import DamagedError, Store
+from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.serialize import to_json
 from tests.conftest import make_record
 from tests.remotes import (
