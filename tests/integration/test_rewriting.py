@@ -67,10 +67,11 @@ def test_the_good_nodes_of_an_operator_stay_where_an_odd_one_is_refused(
 ) -> None:
     opset, text, stored, nodes = ODD[rewrite]
     lines: list[str] = []
-    compiled = compile_for_qnn(parsed(text, opset, **stored), tmp_path, log=lines.append)
+    job = compile_job_for_qnn(parsed(text, opset, **stored), tmp_path, log=lines.append)
+    (compiled,) = job.models
     prepared = compiled.preparation
     assert (prepared.rewrites, prepared.replaced, prepared.nodes) == ((rewrite,), 1, nodes)
-    assert prepared.tried == ("unmodified: 1 node on the CPU",)
+    assert job.tried == ("unmodified: 1 node on the CPU",)
     assert compiled.coverage is not None
     assert (compiled.coverage.nodes, compiled.coverage.uncovered) == (nodes, ())
     assert compiled.validation.status is ValidationStatus.RAN

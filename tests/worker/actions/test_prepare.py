@@ -136,7 +136,7 @@ def test_no_two_nodes_have_the_same_name(
     reply = run(source, tmp_path, simplifier)
     model = onnx.load(reply.path)
     names = {node.name: node.op_type for node in graph.nodes(model.graph)}
-    assert len(names) == reply.nodes == count
+    assert len(names) == reply.preparation.nodes == count
     assert names["end"] == "Sigmoid"
     assert "" not in names
 
