@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Runner:
     """Runs a model as an InferenceSession does, on the first target that has the size of the inputs.
 
-    A batch is split into batches that were compiled, if the build has seen that its rows are independent.
+    A batch is split into batches that were compiled, if the build has proven that its rows are independent.
     Nothing is padded: what fits no compiled size runs where sizes are open, as in the source model.
     """
 

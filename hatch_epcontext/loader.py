@@ -412,7 +412,7 @@ class Variant:
         self.elements = sum(map(math.prod, sizes))
         self.plugin = texts(about, "plugin")
         self.group = get(about, "group", str, "")
-        # The axis of the batch in each input and output, if the build has seen that it can be split.
+        # The axis of the batch in each input and output, if the build has proven that it can be split.
         self.batch: dict[str, dict[str, int]] = get(model, "batch", dict, {})
         # In an editable install: the EPs of the configured targets, of which it has the source alone.
         self.configured = texts(model, "targets")

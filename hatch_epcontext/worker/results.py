@@ -446,8 +446,8 @@ class Validation:
 class Validated:
     """A ``validation``, and what else the build that ran it learnt.
 
-    ``batch``: the axis of the batch, by ``"inputs"`` or ``"outputs"`` and the name, if the CPU's run of two
-    samples at once equals two runs; else empty.
+    ``batch``: the axis of the batch, by ``"inputs"`` or ``"outputs"`` and the name, if the graph proves that
+    rows are independent, and the CPU's run of two samples at once equals two runs; else empty.
     ``load``: the seconds that it took to open a session on the file, after the EP's libraries were loaded;
     None if none was opened. ``day``: the day of that, such as ``"2026-11-23"``, else empty.
     """

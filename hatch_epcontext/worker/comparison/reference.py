@@ -22,6 +22,7 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.batch.follow import batch_of_outputs
 from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import dequantize, is_quantized
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
@@ -72,6 +73,9 @@ _SLOW = 2e10
 
 _SAME = 1e-3
 """The relative difference that another order of additions may make in float32; ten times that in float16."""
+
+_SMALLER = 2.0**-4
+"""The factor of a sample that is smaller than another one: exact, and no index becomes too large."""
 
 _NO_LIMITS = Tolerance(snr=1000, cosine=1)
 
@@ -188,47 +192,55 @@ class _SourceSession:
         return _differing(first, self.run(first))
 
     def batch(self, runs: Sequence[ReferenceRun]) -> Mapping[str, Mapping[str, int]]:
-        """The axis of the batch: see `Validation`. ``runs``: those of single samples."""
+        """The axis of the batch: see `Validated`. ``runs``: those of single samples."""
+        shapes = {name: array.shape for name, array in runs[0].feeds.items()}
+        for inputs in self._batch_axes(shapes):
+            outputs = batch_of_outputs(self.source, shapes, inputs, self.frozen)
+            if outputs is None:
+                continue
+            # The graph may reject another batch, or such values; and no output may differ.
+            with contextlib.suppress(Exception):
+                if self._are_apart(runs, inputs, outputs):
+                    return {"inputs": inputs, "outputs": outputs}
+        return {}
+
+    def _are_apart(
+        self, runs: Sequence[ReferenceRun], inputs: Mapping[str, int], outputs: Mapping[str, int]
+    ) -> bool:
+        """Whether two samples in one run, if possible of different size, have the outputs of two runs."""
         first = runs[0]
         others = [run for run in runs[1:] if run.usual]
         other = max(others, key=lambda run: len(_differing(first, run)), default=first)
-        for axes in self._batch_axes(first):
-            # The graph may reject another batch, or reversed values.
-            with contextlib.suppress(Exception):
-                if other is first:
-                    reverse = {name: np.flip(array) for name, array in first.feeds.items()}
-                    other = self.run(Sample("", (reverse,)))
-                feeds = {
-                    name: np.concatenate([run.feeds[name] for run in (first, other)], axis)
-                    for name, axis in axes["inputs"].items()
-                }
-                (both,) = self.run(Sample("", (feeds,))).outputs
-                # Outputs that are the same for all inputs show nothing.
-                if _differing(first, other) and all(
-                    _is_same(
-                        both[name],
-                        np.concatenate([run.outputs[0][name] for run in (first, other)], axis),
-                    )
-                    for name, axis in axes["outputs"].items()
-                ):
-                    return axes
-        return {}
+        small = {
+            name: np.multiply(array, _SMALLER, dtype=array.dtype)
+            if is_float(array.dtype)
+            else array
+            for name, array in other.feeds.items()
+        }
+        if other is first:
+            small = {name: np.flip(array) for name, array in small.items()}
+        # Outputs that are the same for all inputs show nothing.
+        pairs = ((first, run) for run in (self.run(Sample("", (small,))), other))
+        pair = next((pair for pair in pairs if _differing(*pair)), ())
+        together = {
+            name: np.concatenate([run.feeds[name] for run in pair], axis)
+            for name, axis in inputs.items()
+        }
+        (both,) = self.run(Sample("", (together,))).outputs
+        halves = {name: np.split(both[name], 2, axis) for name, axis in outputs.items()}
+        return all(
+            _is_same(halves[name][number], run.outputs[0][name])
+            for name in outputs
+            for number, run in enumerate(pair)
+        )
 
-    def _batch_axes(self, run: ReferenceRun) -> Iterator[dict[str, dict[str, int]]]:
-        """What may be the axis of the batch in all inputs and outputs of ``run``."""
-        values = {"inputs": self.session.get_inputs(), "outputs": self.session.get_outputs()}
-        names = {*run.feeds, *run.outputs[0]}
-        symbols = (size for value in values["inputs"][:1] for size in value.shape)
+    def _batch_axes(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+        """What may be the axis of the batch in all inputs with these ``shapes``."""
+        values = [value for value in self.session.get_inputs() if value.name in shapes]
+        symbols = (size for value in values[:1] for size in value.shape)
         for symbol in (*(size for size in symbols if isinstance(size, str)), None):
-            axes = {
-                kind: {
-                    value.name: _open_axis(value.shape, symbol)
-                    for value in values[kind]
-                    if value.name in names
-                }
-                for kind in values
-            }
-            if -1 not in (*axes["inputs"].values(), *axes["outputs"].values()):
+            axes = {value.name: _open_axis(value.shape, symbol) for value in values}
+            if -1 not in axes.values():
                 yield axes
 
     def left_of(self, run: ReferenceRun) -> float:

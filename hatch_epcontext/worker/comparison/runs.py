@@ -51,7 +51,7 @@ class Facts:
     compared like outputs; and what a TopK, an ArgMax or a NonMaxSuppression selects (``selections``).
 
     ``is_lasting``: whether states decay so slowly that errors in them add up. ``float_form``: how near
-    dynamic integers are to the float form, if that is the reference. ``batch``: see `Validation`.
+    dynamic integers are to the float form, if that is the reference. ``batch``: see `Validated`.
     ``ranges``: of the inputs, if they are random.
     """
 
