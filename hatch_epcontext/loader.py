@@ -59,6 +59,8 @@ _ELSEWHERE: dict[str, Any] = {
 }
 
 _LOCK = "_epcontext_lock"  # The attribute of onnxruntime with the lock of this process.
+# EPs with libraries of CUDA, which pip installs where the system's loader does not look.
+_CUDA_EPS = {"CUDAExecutionProvider", "NvTensorRTRTXExecutionProvider", "TensorrtExecutionProvider"}
 
 _used_options: weakref.WeakSet[Any] = weakref.WeakSet()
 _groups: dict[tuple[str, str, str], weakref.WeakSet[Any]] = {}
@@ -628,6 +630,17 @@ def open_variant(
     return TargetAttempt(variant.target, Outcome.OPENED, runs_on), session
 
 
+@functools.cache
+def _preload_cuda() -> None:
+    """Load the libraries of CUDA that pip has installed, if this onnxruntime uses them."""
+    ort = vars(importlib.import_module("onnxruntime"))
+    # It prints what is missing, and standard output is the app's.
+    ort["print"] = lambda *words: log("info", " ".join(map(str, words)))
+    with contextlib.suppress(Exception):
+        ort["preload_dlls"]()
+    ort.pop("print", None)
+
+
 class Opener:
     """Opens one variant. Its methods raise SkipTargetError where this machine cannot run it."""
 
@@ -638,12 +651,16 @@ class Opener:
         self.lock = vars(self.ort).setdefault(_LOCK, threading.Lock())
         # The kind of device to open on.
         self.kind = request.device or variant.device
+        entries = request.fallback_providers or () if variant.target == SOURCE else ()
+        self.fallbacks = {e if isinstance(e, str) else e[0]: e for e in entries}
 
     def check(self) -> None:
-        """Check the requested device."""
+        """Check the requested device, and load the libraries that the EP needs."""
         if "any" not in (self.kind, self.variant.device) and self.kind != self.variant.device:
             other = f"device={self.kind!r} was requested"
             raise SkipTargetError(f"it is for the {self.variant.device}, and {other}")
+        if not _CUDA_EPS.isdisjoint((self.variant.ep, *self.fallbacks)):
+            _preload_cuda()
 
     def open_shipped(self) -> tuple[Any, str]:
         file = self.variant.package.on_disk(self.variant, verify=self.request.verify)
@@ -684,12 +701,10 @@ class Opener:
         is_built_in = not is_library and variant.ep in ort.get_available_providers()
         providers: Any = [(variant.ep, provider_options)] if is_built_in else None
         runs_on = f"{variant.ep} on {variant.device}"
-        is_source = variant.target == SOURCE
-        if is_source and (fallbacks := self.request.fallback_providers):
-            names = [entry if isinstance(entry, str) else entry[0] for entry in fallbacks]
+        if self.fallbacks:
             known = ort.get_available_providers()
-            providers = [e for name, e in zip(names, fallbacks, strict=True) if name in known]
-            providers += [] if CPU_EP in names else [CPU_EP]
+            providers = [entry for name, entry in self.fallbacks.items() if name in known]
+            providers += [] if CPU_EP in self.fallbacks else [CPU_EP]
         had_others = is_built_in and getattr(options, "has_providers", bool)()
         ignoring = warnings.catch_warnings() if had_others else contextlib.nullcontext()
         with self.lock if variant.group or not is_built_in else contextlib.nullcontext(), ignoring:
@@ -713,7 +728,7 @@ class Opener:
         providers = session.get_providers()
         if variant.ep not in providers and providers[:1] == [CPU_EP]:
             raise SkipTargetError(f"onnxruntime opened it without {variant.ep}: its log has why")
-        return session, providers[0] if self.request.fallback_providers and is_source else runs_on
+        return session, providers[0] if self.fallbacks else runs_on
 
     def _provider_options(self) -> dict[str, str]:
         """The variant's provider options, and those of the app unless it is the source."""

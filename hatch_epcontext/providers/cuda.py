@@ -60,6 +60,10 @@ class Cuda(Provider):
     )
     notes = (
         "onnxruntime-gpu 1.31 needs CUDA 13 and cuDNN 9. Its extras `[cuda,cudnn]` install them.",
+        (
+            "An app without the loader calls `onnxruntime.preload_dlls()` before it opens a session. "
+            "Otherwise ONNX Runtime does not find what the extras install, and the CPU runs the model."
+        ),
     )
 
 

@@ -110,6 +110,77 @@ def test_a_session_without_the_targets_ep_is_not_used(
     assert "without CUDAExecutionProvider" in gpu.reason
 
 
+CUDA = variant(
+    "a/cpu", "a_optimized.onnx", settings={"ep": "CUDAExecutionProvider", "device": "gpu"}
+)
+
+
+class Cuda:
+    """A stand-in for an onnxruntime with CUDA: ``errors`` are those of the next sessions that use it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.errors: list[Exception] = []
+        self.preloaded = 0
+        errors = self.errors
+
+        class Session(onnxruntime.InferenceSession):  # type: ignore[misc]
+            def __init__(self, *arguments: Any, providers: Any, **named: Any) -> None:
+                self.cuda = any("CUDA" in str(provider) for provider in providers)
+                if self.cuda and errors:
+                    raise errors.pop(0)
+                super().__init__(*arguments, providers=[CPU_EP], **named)
+
+            def get_providers(self) -> list[str]:
+                return ["CUDAExecutionProvider", CPU_EP] if self.cuda else [CPU_EP]
+
+        monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+        names = ["CUDAExecutionProvider", CPU_EP]
+        monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: names)
+        monkeypatch.setattr(onnxruntime, "preload_dlls", self.preload)
+
+    def preload(self) -> None:
+        self.preloaded += 1
+        # As onnxruntime's function prints.
+        vars(onnxruntime).get("print", print)("Failed to load", "libcublasLt.so.13")
+        raise OSError("libcudart.so.13")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "preloaded"),
+    [
+        ({"target": "gpu"}, 1),
+        ({"target": "source"}, 0),
+        ({"target": "source", "fallback_providers": ["CUDAExecutionProvider"]}, 1),
+        ({"target": "source", "fallback_providers": [("CUDAExecutionProvider", {})]}, 1),
+        ({"target": "source", "fallback_providers": [CPU_EP]}, 0),
+        ({"target": "gpu", "fallback_providers": ["CUDAExecutionProvider"]}, 1),
+        ({"target": "cpu", "fallback_providers": ["CUDAExecutionProvider"]}, 0),
+        # Its library contains them, but what it is linked to may not.
+        ({"target": "rtx", "device": "gpu"}, 1),
+    ],
+)
+def test_libraries_of_cuda_are_loaded_once_where_the_ep_needs_them(
+    ship: Shipper,
+    cuda: Cuda,
+    arguments: Table,
+    preloaded: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rtx = {**NPU, "ep": "NvTensorRTRTXExecutionProvider"}
+    app = ship(gpu=CUDA, cpu=CPU, rtx=changed(rtx, settings={"device": "gpu"}))
+    for _ in range(2):
+        app.explain("a", **arguments)
+    assert cuda.preloaded == preloaded
+    # What onnxruntime prints is for a log.
+    assert capsys.readouterr().out == ""
+    assert "print" not in vars(onnxruntime)
+
+
 def test_without_onnxruntime_the_reason_says_so(
     ship: Shipper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
