@@ -618,16 +618,38 @@ def open_variant(
         if not variant.fits(request):
             shapes = ", ".join(str(other.inputs) for other in variants)
             raise SkipTargetError(f"none of its shapes is large enough: {shapes}")  # noqa: TRY301
-        session, runs_on = method(Opener(variant, request))
+        opener = Opener(variant, request)
+        try:
+            session, runs_on = method(opener)
+        except (ImportError, LoadError, SkipTargetError):
+            raise
+        except Exception as error:
+            on_gpu = opener.fallbacks or variant.device == "gpu"
+            if method is not Opener.open_shipped or not on_gpu:
+                raise
+            # While other threads use a GPU, it may refuse what it opens a moment later.
+            session, runs_on = method(opener)
+            runs_on += f", at the second attempt ({_cause(error)})"
     except (ImportError, SkipTargetError) as error:
         return TargetAttempt(variant.target, Outcome.SKIPPED, str(error)), None
     except Exception as error:
         # Of any kind: a device that has vanished makes onnxruntime raise even MemoryError.
-        what = "" if isinstance(error, LoadError) else f"{type(error).__name__}: "
         when = "" if method is Opener.open_shipped else "compiling it on this machine: "
-        return TargetAttempt(variant.target, Outcome.FAILED, f"{when}{what}{error}"), None
+        return TargetAttempt(variant.target, Outcome.FAILED, f"{when}{_cause(error)}"), None
     session.epcontext_target = variant.target
     return TargetAttempt(variant.target, Outcome.OPENED, runs_on), session
+
+
+def _cause(error: Exception) -> str:
+    """``error`` in a short line; the log has it whole for debugging."""
+    import re
+
+    log("debug", f"{type(error).__name__}: {error}")
+    # Before it onnxruntime names places and functions in its sources, and behind a failed call of CUDA more.
+    function = r"([\w:~]+::[\w~]+|[^()]*\([^()]*\)( const)?( \[with [^]]*\])?) "
+    text = re.sub(rf"\S+\.(cc|cpp|cuh?|h|hpp):\d+ {function}", "", str(error).partition(" ; ")[0])
+    short = f"{type(error).__name__}: {' '.join(text.split())[:300]}"
+    return str(error) if isinstance(error, LoadError) else short
 
 
 @functools.cache
@@ -768,8 +790,7 @@ class Opener:
 
     def find_devices(self) -> list[Any]:
         """The devices that the target can run on, best first; with `lock` held."""
-        variant = self.variant
-        offered = self._offered()
+        variant, offered = self.variant, self._offered()
         needed = variant.device if self.kind == "any" else self.kind
         fitting = [device for device in offered if device.device.type.name.lower() == needed]
         is_simulated = offered and not variant.about.get("needs_device")
@@ -780,7 +801,15 @@ class Opener:
             only = f", only {kinds}" if kinds else " on this machine"
             accepts = " (device='any' accepts it)" if is_simulated else ""
             what = "device" if needed == "any" else needed
-            raise SkipTargetError(f"{variant.ep} finds no {what}{only}{accepts}")
+            # The manifest says which EPs can be asked.
+            reasons, asked = [], importlib.import_module("onnxruntime.capi._pybind_state")
+            with contextlib.suppress(Exception):
+                for hardware in asked.get_hardware_devices() if variant.about["compares"] else ():
+                    if needed in ("any", hardware.type.name.lower()):
+                        details = asked.get_hardware_device_ep_incompatibility_details
+                        reasons += details(variant.ep, hardware)["notes"].split()
+            why = f": {' '.join(reasons)}" if reasons else ""
+            raise SkipTargetError(f"{variant.ep} finds no {what}{only}{accepts}{why}")
         return fitting
 
     def _offered(self) -> list[Any]:

@@ -181,6 +181,98 @@ def test_libraries_of_cuda_are_loaded_once_where_the_ep_needs_them(
     assert "print" not in vars(onnxruntime)
 
 
+CALL = (
+    "onnxruntime::CudaCall(ERRTYPE, const char*, int) [with ERRTYPE = cudaError; bool THRW = true] "
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            (
+                f"/src/call.cc:129 std::conditional_t<THRW, void> {CALL}/src/call.cc:121 void {CALL}"
+                "CUDA failure 100: no CUDA-capable device is detected ; GPU=-1 ; file=/src/a.cc ; line=285 ; "
+                "expr=cudaSetDevice(info_.device_id);"
+            ),
+            "CUDA failure 100: no CUDA-capable device is detected",
+        ),
+        (
+            (
+                r"D:\a\s\call.cc:129 onnxruntime::CudaCall D:\a\s\call.cc:121 onnxruntime::CudaCall "
+                "CUDNN failure 1001: not initialized (busy) ; GPU=0 ; expr=cudnnCreate(&handle);"
+            ),
+            "CUDNN failure 1001: not initialized (busy)",
+        ),
+        (
+            (
+                "Exception during initialization: /src/bfc_arena.cc:376 void* "
+                "onnxruntime::BFCArena::Allocate(size_t, bool) const Failed to\nallocate 12 bytes"
+            ),
+            "Exception during initialization: Failed to allocate 12 bytes",
+        ),
+        ("it is " + 500 * "long", f"it is {500 * 'long'}"[:300]),
+    ],
+)
+def test_the_reason_of_a_failure_is_a_line_without_sources(
+    ship: Shipper, cuda: Cuda, error: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda.errors += [RuntimeError(error), RuntimeError(error)]
+    caplog.set_level("DEBUG")
+    app = ship(gpu=CUDA)
+    assert app.target_of(app.load("a")) == "source"
+    lines = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert lines == [f"a on gpu: failed, RuntimeError: {reason}"]
+    assert any(error in record.message for record in caplog.records if record.levelname == "DEBUG")
+
+
+def test_a_gpu_that_is_busy_is_asked_a_second_time(ship: Shipper, cuda: Cuda) -> None:
+    app = ship(gpu=CUDA)
+    busy = RuntimeError(
+        "CUDA failure 900: operation not permitted when stream is capturing ; GPU=0"
+    )
+    cuda.errors += [busy]
+    (gpu, _) = app.explain("a")
+    assert (gpu.outcome, gpu.reason) == (
+        "opened",
+        (
+            "CUDAExecutionProvider on gpu, at the second attempt (RuntimeError: CUDA failure 900: "
+            "operation not permitted when stream is capturing)"
+        ),
+    )
+    cuda.errors += [busy]
+    runner = app.runner("a", target="source", fallback_providers=["CUDAExecutionProvider"])
+    assert runner.explain()[0].reason.startswith("CUDAExecutionProvider, at the second attempt (")
+    cuda.errors += [busy, busy, busy]
+    assert outcomes(app.explain("a")) == [("gpu", "failed"), ("source", "opened")]
+    assert len(cuda.errors) == 1
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_an_ep_says_why_it_does_not_support_a_device(
+    ship: Shipper, monkeypatch: pytest.MonkeyPatch, compares: bool
+) -> None:
+    """An EP that the manifest does not name is not asked: QNN crashes."""
+    module, asked = "onnxruntime.capi._pybind_state", list[str]()
+
+    def details(ep: str, hardware: Any) -> Table:
+        asked.append(ep)
+        return {"reasons_bitmask": 1, "notes": "Compute capability 9.0\nis not supported."}
+
+    hardware = [device(kind).device for kind in ("CPU", "NPU")]
+    monkeypatch.setattr(f"{module}.get_hardware_devices", lambda: hardware)
+    monkeypatch.setattr(f"{module}.get_hardware_device_ep_incompatibility_details", details)
+    app = ship(npu=changed(NPU, compares=compares))
+    app.Opener._offered = lambda self: []
+    why = ": Compute capability 9.0 is not supported." if compares else ""
+    npu = "SomeExecutionProvider finds no npu on this machine"
+    assert app.explain("a")[0].reason == f"{npu}{why}"
+    assert asked == ["SomeExecutionProvider"] * compares
+    # An EP that gives no answer, and an onnxruntime that has no such function.
+    monkeypatch.setattr(f"{module}.get_hardware_device_ep_incompatibility_details", None)
+    assert app.explain("a")[0].reason == npu
+
+
 def test_without_onnxruntime_the_reason_says_so(
     ship: Shipper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
