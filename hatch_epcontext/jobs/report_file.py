@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,25 +27,47 @@ from hatch_epcontext.system import check_folder, writing
 from hatch_epcontext.text import pairs, printable, show_size
 from hatch_epcontext.worker.results import Agreement, Validation, ValidationStatus
 
+_CHECKSUM = re.compile(
+    r'(<meta name="checksum" content="|^  "checksum": ")[0-9a-f]{64}(?=")', re.MULTILINE
+)
+"""Where a report has the sha256 of its text, in which the digits of this one are zeros."""
+
+_UNKNOWN = "0" * 64
+
 
 def check_report(path: Path) -> None:
-    """Raise OutputError if ``path`` cannot be written, or is a file and not a report, which stays."""
-    check_folder(path.parent)
-    own = '(?m)^(  "generator": |<html.*<meta name="generator" content=)"hatch-epcontext '
-    if path.exists() and not re.search(own, known_text(path) or ""):
-        message, hint = "exists already, and is not a report.", "Choose another name, or remove it."
+    """Raise OutputError if ``path`` cannot be written, or if there is anything but an unchanged report.
+
+    A link may lead to nothing: its target is written.
+    """
+    place = Path(os.path.realpath(path))
+    check_folder(place.parent)
+    text = (known_text(place) or "").replace("\r\n", "\n")
+    is_own = _CHECKSUM.search(text) is not None and _with_checksum(text) == text
+    if os.path.lexists(place) and not is_own:
+        message = "exists already, and is not a report, or was changed."
+        hint = "Choose another name, or move it away."
         raise OutputError(Problem(Kind.FILE_EXISTS, str(path), message, hint))
 
 
 def write_report(report: Report, title: str, path: Path) -> None:
     """Write ``report`` to ``path``, as JSON or as a page by its suffix; its folder is made if needed.
 
-    Raises OutputError if it cannot be written.
+    Raises OutputError as `check_report` does: a file may have appeared since.
     """
-    text = to_json(report) if path.suffix == ".json" else render_page(report, title)
+    text = render_page(report, title)
+    if path.suffix == ".json":
+        text = to_json(report).replace("{\n", f'{{\n  "checksum": "{_UNKNOWN}",\n', 1)
+    check_report(path)
     with writing("the report", path.parent, str(path), OutputError):
         # Keeps a link.
-        write_atomically(path.resolve(), text)
+        write_atomically(Path(os.path.realpath(path)), _with_checksum(text))
+
+
+def _with_checksum(text: str) -> str:
+    blank = _CHECKSUM.sub(rf"\g<1>{_UNKNOWN}", text, count=1)
+    digest = hashlib.sha256(blank.encode("utf-8", "backslashreplace")).hexdigest()
+    return _CHECKSUM.sub(rf"\g<1>{digest}", text, count=1)
 
 
 def render_page(report: Report, title: str) -> str:
@@ -53,6 +77,7 @@ def render_page(report: Report, title: str) -> str:
     values = {
         "title": title,
         "generator": report.generator,
+        "checksum": _UNKNOWN,
         "built": len(report.jobs),
         "cached": sum(job.cached for job in report.jobs),
         "failed": len(report.failures),

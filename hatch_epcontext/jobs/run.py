@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import BuildError, merged
+from hatch_epcontext.errors import BuildError, OutputError, merged
 from hatch_epcontext.jobs.artifact import Built, FailureReport, Result
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
@@ -149,7 +149,7 @@ def build_with_report(
     """`build` with the cache of the plan's configuration, for the project ``name``.
 
     Its report, also when jobs fail, is where the configuration says, else in the cache. Raises OutputError
-    before anything is compiled if it cannot be written.
+    if it cannot be written, if possible before anything is compiled.
     """
     path, cache = plan.config.report, open_cache(plan.config, warn)
     if path is not None:
@@ -164,7 +164,13 @@ def build_with_report(
         failed, result = error, error.result
     report = make_report(result)
     if path is not None:
-        write_report(report, f"{name} {version}".rstrip(), path)
+        try:
+            write_report(report, f"{name} {version}".rstrip(), path)
+        except OutputError as error:
+            if failed is None:
+                raise
+            warn(error.text())
+            path = None
     else:
         path = cache.put_report(name, to_json(report))
     if path is not None:

@@ -62,16 +62,26 @@ def test_without_being_asked_the_report_is_in_the_cache(
 
 
 def test_a_report_that_cannot_be_written_is_an_error_before_anything_is_compiled(
-    cli: Cli, app_project: Path, tmp_path: Path, user_cache: Path
+    cli: Cli,
+    app_project: Path,
+    tmp_path: Path,
+    user_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     page, table = tmp_path / "mine.html", tmp_path / "mine.json"
     page.write_text("<!DOCTYPE html>\n<html>mine: hatch-epcontext 1</html>", encoding="utf-8")
     manifest = {"metadata": {"generator": "hatch-epcontext 1"}}
     table.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    loop, folder = tmp_path / "loop.html", tmp_path / "folder.html"
+    loop.symlink_to(loop.name)
+    folder.mkdir()
     before = page.read_bytes(), table.read_bytes()
-    for place in (page / "r.html", page, table):
+    for place in (page / "r.html", page, table, loop):
         result = cli("build", app_project, "--target", "one", "--report", place, code=1)
         assert "EPC501" in result.stderr
+    monkeypatch.setenv("HATCH_EPCONTEXT_REPORT", str(folder))
+    assert "EPC501" in cli("build", app_project, "--target", "one", code=1).stderr
+    monkeypatch.delenv("HATCH_EPCONTEXT_REPORT")
     assert (page.read_bytes(), table.read_bytes()) == before
     model = app_project / "models" / "a.onnx"
     result = cli("build", app_project, "--target", "one", "--report", model, code=2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections import Counter
+from collections.abc import Callable
 from enum import Enum
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.errors import Kind, Problem
+from hatch_epcontext.errors import Kind, OutputError, Problem
 from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.jobs.artifact import Artifact, FailureReport
 from hatch_epcontext.jobs.report import Report, make_report
@@ -74,6 +76,55 @@ def test_it_shows_finished_and_failed_jobs_in_one_file(report: Report, tmp_path:
     links = re.findall(r'href="#([^"]+)"', html)
     assert sorted(links) == ["a-cpu", "b-npu"]
     assert all(f'id="{link}"' in html for link in links)
+
+
+def first_line(text: str) -> str:
+    return f"my notes\n{text}"
+
+
+def last_line(text: str) -> str:
+    return f"{text}my notes\n"
+
+
+def in_the_middle(text: str) -> str:
+    return text.replace("NonZero", "my notes")
+
+
+def other_generator(text: str) -> str:
+    return text.replace("hatch-epcontext ", "my-generator ")
+
+
+@pytest.mark.parametrize("suffix", [".html", ".json"])
+@pytest.mark.parametrize("edit", [first_line, last_line, in_the_middle, other_generator])
+def test_only_an_unchanged_report_is_replaced(
+    report: Report, tmp_path: Path, suffix: str, edit: Callable[[str], str]
+) -> None:
+    path = tmp_path / f"r{suffix}"
+    write_report(report, "first", path)
+    # As git writes it on Windows.
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    write_report(report, "second", path)
+    text = edit(path.read_text(encoding="utf-8"))
+    path.write_text(text, encoding="utf-8")
+    # Also if the file appears during the build: it is written last.
+    with pytest.raises(OutputError, match="is not a report, or was changed"):
+        write_report(report, "third", path)
+    assert path.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege")
+def test_a_link_to_a_report_or_to_nothing_is_kept(report: Report, tmp_path: Path) -> None:
+    (tmp_path / "reports").mkdir()
+    link, target = tmp_path / "latest.html", tmp_path / "reports" / "r.html"
+    link.symlink_to(target)
+    for title in ("first", "second"):
+        write_report(report, title, link)
+        assert link.is_symlink()
+        assert f"<h1>{title}</h1>" in target.read_text(encoding="utf-8")
+    target.write_text("mine", encoding="utf-8")
+    with pytest.raises(OutputError):
+        write_report(report, "third", link)
+    assert target.read_text(encoding="utf-8") == "mine"
 
 
 def test_a_build_of_nothing_has_a_page_too() -> None:
