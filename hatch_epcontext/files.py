@@ -43,6 +43,9 @@ _OURS = "hatch-epcontext made the folder {}, and removes it when nobody has lock
 A copy of the folder has another name, and belongs to the user.
 """
 
+_EARLIER, _READY = "earlier", "ready"
+"""In a temporary folder of `replace_files`: what it moved away, and what it moves after that."""
+
 _LOCKED_BYTE = 1000
 """The locked byte of a marker on Windows. Locking makes it unreadable, so it is after the text."""
 
@@ -195,10 +198,26 @@ def _sweep_one(folder: Path) -> None:
     content, is_unused = _OURS.format(folder.name).encode("utf-8", "surrogateescape"), False
     with contextlib.suppress(OSError):
         is_unused = os.read(marker, len(content) + 1) == content and lock(marker)
+    try:
+        if is_unused:
+            _recover(folder)
+    except OSError:
+        os.close(marker)
+        raise
     if is_unused:
         _remove(folder, marker)
     else:
         os.close(marker)
+
+
+def _recover(folder: Path) -> None:
+    """Finish or undo what a killed `replace_files` had begun, whose temporary folder this is."""
+    place = next((folder / name for name in (_READY, _EARLIER) if (folder / name).is_dir()), None)
+    files = [] if place is None else [path for path in place.rglob("*") if not path.is_dir()]
+    for path in sorted(files, key=lambda path: path.lstat().st_mtime_ns):
+        target = folder.parent / path.relative_to(place or folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
 
 
 def lock(file: int) -> bool:
@@ -245,6 +264,21 @@ def _remove(folder: Path, marker: int) -> None:
             folder.rmdir()
 
 
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder in ``folder``: at the end its files replace those of the same names there, unless by an error.
+
+    Each at once: also if the process is killed or the disk is full, there is the earlier file or the new one.
+    Raises OSError.
+    """
+    with temp_dir(folder) as new:
+        yield new
+        for file in new.iterdir():
+            if file.name != _MARKER:
+                sync(file)
+                patiently(partial(file.replace, folder / file.name))
+
+
 def replace_files(
     folder: Path,
     files: Mapping[str, Path],
@@ -254,7 +288,8 @@ def replace_files(
     """Copy ``files`` to their paths in ``folder``, and remove the ``obsolete`` ones: all of it, or nothing.
 
     A file that names others comes after them: it disappears first and appears last, so that a killed process
-    leaves none beside files of another version. ``check`` gets the folder with the copies, and may raise.
+    leaves none beside files of another version; `sweep` then finishes the work, or undoes it. One file alone
+    is replaced at once. ``check`` gets the folder with the copies, and may raise.
     Raises OSError, also if a file is in use: then all is as it was before.
     """
     folder = folder.resolve()
@@ -266,15 +301,16 @@ def replace_files(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with temp_dir(folder) as beside:
-            new, earlier = beside / "new", beside / "earlier"
+            new, earlier, ready = (beside / name for name in ("new", _EARLIER, _READY))
             for name, source in files.items():
                 (new / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, new / name)
             new.mkdir(exist_ok=True)
             check(new)
-            moves = [(folder / name, earlier / name) for name in reversed(names)]
+            moves = [(folder / name, earlier / name) for name in reversed(names) if names[1:]]
             moves = [(old, place) for old, place in moves if os.path.lexists(old)]
-            _move_all([*moves, *((new / name, folder / name) for name in files)])
+            moves.append((new, ready))
+            _move_all([*moves, *((ready / name, folder / name) for name in files)])
     finally:
         inside = {parent for name in names for parent in (folder / name).parents}
         for parent in sorted(inside, reverse=True):
@@ -390,14 +426,23 @@ class Rejection:
     hint: str
 
 
+USE_UTF8 = (
+    f"Here Python reads names of files as {sys.getfilesystemencoding()}: set PYTHONUTF8=1, or a locale "
+    "of UTF-8 such as LC_ALL=C.UTF-8."
+)
+"""What to do where names of files are not UTF-8 for Python."""
+
+RENAME = USE_UTF8
+if sys.getfilesystemencoding() == "utf-8":
+    RENAME = "Rename its folders, or the file."
+
 _CHECK = "Check the path, and let this user read it."
 
 
 def unreadable(path: Path) -> Rejection | None:
     """Why the file at ``path`` cannot be read; None if it can be."""
     if not is_text(path):
-        hint = "Rename its folders, or the file."
-        return Rejection("has a path that is not UTF-8, which ONNX Runtime cannot open.", hint)
+        return Rejection("has a path that is not UTF-8, which ONNX Runtime cannot open.", RENAME)
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError, RuntimeError) as error:

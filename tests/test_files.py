@@ -228,8 +228,8 @@ def test_files_are_replaced_all_or_none_and_never_mixed(tmp_path: Path, how: str
     for name, content in new.items():
         (tmp_path / "new" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "new" / name).write_bytes(content)
-    # Three files are moved away, and three to their places.
-    for end in range(7):
+    # Three files are moved away, then the copies are ready, and three are moved to their places.
+    for end in range(8):
         folder = tmp_path / f"{end}"
         folder.mkdir()
         for name, content in old.items():
@@ -238,15 +238,26 @@ def test_files_are_replaced_all_or_none_and_never_mixed(tmp_path: Path, how: str
         done = subprocess.run(
             [sys.executable, "-c", REPLACE, *arguments], cwd=REPOSITORY, check=False
         )
-        assert done.returncode == (0 if end == 6 else 9 if how == "killed" else 1)
+        assert done.returncode == (0 if end == 7 else 9 if how == "killed" else 1)
         # A context is never with other data than its own.
-        assert (folder / "a.onnx").exists() == (how == "failed" or end in (0, 6))
+        assert (folder / "a.onnx").exists() == (how == "failed" or end in (0, 7))
         sweep(folder)
         files = [path for path in folder.rglob("*") if path.is_file()]
         left = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-        if how == "failed" or end in (0, 6):
-            assert left == ({**new, "theirs": b"theirs"} if end == 6 else old)
-        assert left["theirs"] == b"theirs"
+        is_done = end == 7 or (how == "killed" and end > 3)
+        assert left == ({**new, "theirs": b"theirs"} if is_done else old)
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_file_alone_is_there_also_if_the_process_is_killed(tmp_path: Path, end: int) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "a.onnx").write_bytes(b"new")
+    (tmp_path / "a.onnx").write_bytes(b"old")
+    code = REPLACE.replace('("sub/shared.bin", "a.bin", "a.onnx")', '("a.onnx",)')
+    arguments = (str(tmp_path), str(tmp_path / "new"), str(end), "killed")
+    code = code.replace(', ["old.bin"]', "")
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=REPOSITORY, check=False)
+    assert (done.returncode, (tmp_path / "a.onnx").read_bytes()) == (9, b"old")
 
 
 @posix_only

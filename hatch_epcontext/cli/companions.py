@@ -14,6 +14,7 @@ from hatch_epcontext.cli._common import echo, existing_folder, log, verbose_opti
 from hatch_epcontext.cli._settings import Project, use_lines
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ConfigError, Problem
+from hatch_epcontext.files import replacing
 from hatch_epcontext.package.companions import pinned, project_metadata, published_version
 from hatch_epcontext.project_build import ProjectBuild, Terminal
 from hatch_epcontext.text import listing, show_size
@@ -66,9 +67,9 @@ def command(
                 problems += error.problems
                 continue
             if same is None:
-                output.mkdir(parents=True, exist_ok=True)
-                size = show_size(wheel.stat().st_size)
-                echo(f"wrote {shutil.copyfile(wheel, output / wheel.name)} ({size})")
+                with replacing(output) as new:
+                    shutil.copyfile(wheel, new / wheel.name)
+                echo(f"wrote {output / wheel.name} ({show_size(wheel.stat().st_size)})")
             elif same == companion.version:
                 echo(f"unchanged: {name} {same} is published with these models")
             else:

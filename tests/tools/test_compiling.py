@@ -261,7 +261,7 @@ def test_what_was_there_comes_back_when_a_file_cannot_be_replaced(
     before, replace = tree(out.parent), Path.replace
 
     def fails(path: Path, target: Path) -> Path:
-        if path.parent.name == "new" and target.name == "manifest.json":
+        if path.parent.name == "ready" and target.name == "manifest.json":
             raise PermissionError(errno.EACCES, "it is in use", str(target))
         return replace(path, target)
 
