@@ -53,6 +53,7 @@ class Kind(Enum):
     NOT_PINNED = "EPC028"
     INVALID_FOLDER = "EPC029"
     INVALID_COMPANION = "EPC030"
+    BACKEND_FAILED = "EPC031"
     MISSING_REQUIREMENT = "EPC101"
     CONFLICTING_REQUIREMENTS = "EPC102"
     UNAVAILABLE_PROVIDER = "EPC103"
@@ -412,6 +413,12 @@ class WheelError(EpcontextError):
     """The wheel does not contain what its manifest or its RECORD lists."""
 
     headline = "invalid wheel"
+
+
+class BackendError(EpcontextError):
+    """The wrapped build back end fails, or returns what the rules for back ends do not allow."""
+
+    headline = "the wrapped build back end failed"
 
 
 class DownloadError(Exception):

@@ -60,12 +60,11 @@ class HatchBuild(ProjectBuild):
         """Compile all models, and add their package to the wheel, with its SBOM and its tag."""
         from hatch_epcontext.package import wheel
 
-        # Hatch itself would fail after everything is compiled.
-        wheel.source_date()
         config = self._overridden()
         project = self._project()
         wheel.check_app(config.targets, project.dependencies)
         packed = wheel.packed_files(self._selection, build_data)
+        wheel.check_names(packed)
         output = self._output_folder(config, wheel.selected_files(self._selection), packed)
         place = self._in_wheel(output)
         result, package = self.compile_package(config, project, place, packed)

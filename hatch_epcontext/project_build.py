@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from hatch_epcontext.config.build_hooks import BuildHooks
-from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.environ import PREFIX, source_date
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import PyprojectNames, tool_table
 from hatch_epcontext.config.settings import Config
@@ -20,7 +20,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.requirements import INSPECTION, cache_requirements
-from hatch_epcontext.system import os_error_text, writing
+from hatch_epcontext.system import encoding_error_text, os_error_text, writing
 from hatch_epcontext.text import listing, printable, show_size
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class ProjectBuild:
         pending: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> Config:
-        """The project's configuration, as `load` returns it."""
+        """The project's configuration, as `load` returns it; raises ConfigError for an invalid time, too."""
+        source_date()
         table = tool_table(self.root)
         return load(self.root, table, hook_table or {}, environ, hooks=self.hooks, pending=pending)
 
@@ -284,6 +285,8 @@ def message_of(error: BaseException, root: Path) -> tuple[str, int] | None:
         return f"epcontext: {text}", error.exit_code
     if isinstance(error, OSError):
         return f"epcontext: {printable(os_error_text(error), lines=True)}", 1
+    if isinstance(error, UnicodeError) and (reason := encoding_error_text(error)):
+        return f"epcontext: {printable(reason, lines=True)}", 1
     if isinstance(error, KeyboardInterrupt):
         return "epcontext: the build was interrupted.", 130
     return None

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from hatch_epcontext.errors import AccidentError, EpcontextError, Kind, OutputError, Problem
-from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, is_in_use
+from hatch_epcontext.files import STAGING_PREFIX, TEMP_VARIABLE, USE_UTF8, is_in_use
 from hatch_epcontext.text import show_size
 
 LIBRARIES = (".so", ".dll", ".dylib")
@@ -108,6 +109,11 @@ def os_error_text(error: OSError) -> str:
     return system_problem(error).text() if refused else str(error)
 
 
+def encoding_error_text(error: UnicodeError) -> str | None:
+    """``error`` as a message, if it may come from the locale; None where names of files are UTF-8."""
+    return None if sys.getfilesystemencoding() == "utf-8" else f"{error}.\n    {USE_UTF8}"
+
+
 def is_refusal(error: OSError) -> bool:
     """Whether the system is the cause of ``error``, and not the program."""
     return error.errno is not None and error.errno not in _OURS
@@ -154,9 +160,13 @@ _SIGNALS = (signal.SIGTERM, *(number for number in signal.Signals if number.name
 """Those that end a process, and that a shell or a service sends."""
 
 
+class Terminated(SystemExit):
+    """The process got a signal that ends it."""
+
+
 @contextlib.contextmanager
 def terminated_as_error() -> Iterator[None]:
-    """In this context SIGTERM raises SystemExit with the exit code of a shell, 143; a second one kills.
+    """In this context SIGTERM raises Terminated with the exit code of a shell, 143; a second one kills.
 
     So does Ctrl-Break on Windows, which has no SIGTERM. It does nothing if the process has a handler of its
     own, or outside of the main thread, which handles signals. The earlier handlers are restored.
@@ -177,4 +187,4 @@ def terminated_as_error() -> Iterator[None]:
 
 def _end(signal_number: int, frame: FrameType | None) -> None:
     signal.signal(signal_number, signal.SIG_DFL)
-    raise SystemExit(128 + signal_number)
+    raise Terminated(128 + signal_number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -245,9 +246,23 @@ def test_an_app_that_cannot_run_what_is_compiled_is_refused(
 def test_an_invalid_time_is_an_error_before_anything_is_compiled(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
+    # hatchling accepts none of them.
+    for time in ("today", "", "-1", "4354819200"):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", time)
+        printed = failure(root, capsys)
+        assert "SOURCE_DATE_EPOCH: EPC020" in printed
+        assert "-> " not in printed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have only names that are text")
+def test_a_file_that_no_wheel_can_have_is_an_error_before_anything_is_compiled(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "my_app" / os.fsdecode(b"t\xff.txt")).touch()
     printed = failure(root, capsys)
-    assert "SOURCE_DATE_EPOCH: EPC020" in printed
+    assert (
+        "my_app/t\\udcff.txt: EPC027\n    has a name that is not UTF-8, which no wheel" in printed
+    )
     assert "-> " not in printed
 
 

@@ -10,7 +10,7 @@ import click
 
 import hatch_epcontext
 from hatch_epcontext.errors import ConfigError, EpcontextError
-from hatch_epcontext.system import os_error_text, terminated_as_error
+from hatch_epcontext.system import encoding_error_text, os_error_text, terminated_as_error
 from hatch_epcontext.text import printable
 
 SUMMARIES: Mapping[str, str] = {
@@ -81,6 +81,10 @@ class _Group(click.Group):
             raise
         except OSError as error:
             raise _Failure(os_error_text(error)) from error
+        except UnicodeError as error:
+            if (text := encoding_error_text(error)) is None:
+                raise
+            raise _Failure(text) from error
 
 
 @click.group(

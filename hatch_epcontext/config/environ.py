@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from functools import partial
@@ -49,6 +50,12 @@ gets them."""
 
 REPORT_SUFFIXES = (".html", ".json")
 
+_EPOCH = 1580601600
+"""The time of files in archives without SOURCE_DATE_EPOCH, which hatchling uses too: 2020-02-02."""
+
+_LAST = 0xFFFFFFFF
+"""The last time that gzip has, in 2106; zip has one more year."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
@@ -83,7 +90,7 @@ class Environment:
     validate: ValidationMode | None = declare("Wins over the `validate` mode of all models.")
     report: Path | None = declare(
         "Writes a report of the build to this absolute path (`.html` or `.json`), also when jobs "
-        "fail. Of existing files only reports are replaced.",
+        "fail. Of existing files only unchanged reports are replaced.",
         check=must_be(
             f"a path that ends in {' or '.join(REPORT_SUFFIXES)}",
             lambda path: path.suffix in REPORT_SUFFIXES,
@@ -185,6 +192,23 @@ def environment_or_error() -> Environment:
     if problems:
         raise ConfigError(*problems)
     return environment
+
+
+def source_date() -> int:
+    """The time of files in archives, in seconds since 1970.
+
+    Raises ConfigError if SOURCE_DATE_EPOCH is none, or one that archives do not have: hatchling, which reads
+    it too, would fail after everything is compiled.
+    """
+    text = os.environ.get("SOURCE_DATE_EPOCH", str(_EPOCH))
+    # No int() of a text of any length.
+    if re.fullmatch("0*[0-9]{1,10}", text) and int(text[-10:]) <= _LAST:
+        return int(text[-10:])
+    message = (
+        f"must be a number of seconds since 1970, at most {_LAST} (in 2106), not {show(text)}."
+    )
+    hint = "Unset it, or set it, for example, to the output of: git log -1 --format=%ct"
+    raise ConfigError(Problem(Kind.INVALID_VARIABLE, "SOURCE_DATE_EPOCH", message, hint))
 
 
 def reason_to_skip() -> str | None:

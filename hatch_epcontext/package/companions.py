@@ -90,7 +90,10 @@ def project_metadata(root: Path, table: Mapping[str, Any], *, by_hatch: bool) ->
         return ProjectMetadata.read(text)
     with temp_dir() as folder:
         command = [sys.executable, "-c", _PREPARE, str(folder)]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        # Other programs may print in any encoding.
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
         for file in folder.glob("*.dist-info/METADATA"):
             return ProjectMetadata.read(file.read_text(encoding="utf-8"))
     message = "only the build back end knows the extras of the project, and it does not say them."

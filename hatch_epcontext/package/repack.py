@@ -9,71 +9,135 @@ from __future__ import annotations
 import base64
 import contextlib
 import csv
+import errno
 import gzip
 import hashlib
 import io
+import itertools
 import re
+import struct
 import tarfile
 import time
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
-from email.parser import Parser
 from pathlib import Path
 from typing import IO
 
-from hatch_epcontext.config.environ import PREFIX
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.tags import parse_tag
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+
+from hatch_epcontext.config.environ import PREFIX, source_date
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import ConfigError, Kind, Problem, WheelError
-from hatch_epcontext.files import remove
-from hatch_epcontext.package.wheel import ProjectMetadata, source_date, tag
+from hatch_epcontext.errors import ConfigError, Kind, Problem, SdistError, WheelError
+from hatch_epcontext.files import is_inside
+from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata, tag
+from hatch_epcontext.text import listing
 
 _CHUNK = 1 << 20
 
 _FIRST_OF_ZIP = 315532800
 """The earliest time in a zip file: 1980-01-01."""
 
+_MAX_NAMED = 5
+"""The most files that a message names."""
+
 
 class FinishedWheel:
-    """The wheel at ``path``, which a build back end has written; raises WheelError if it is signed."""
+    """The wheel at ``path``, which the build back end ``maker`` has written.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with zipfile.ZipFile(path) as archive:
-            self.names = [info.filename for info in archive.infolist() if not info.is_dir()]
-            (wheel,) = (
-                name for name in self.names if re.fullmatch(r"[^/]+\.dist-info/WHEEL", name)
-            )
-            self.info = wheel.removesuffix("/WHEEL")
-            """Its folder for metadata."""
-            entry_points = f"{self.info}/entry_points.txt"
-            self._texts = {
-                name: archive.read(name).decode()
-                for name in (wheel, f"{self.info}/METADATA", entry_points)
-                if name in self.names
-            }
+    Raises WheelError if it is none, or is signed.
+    """
+
+    def __init__(self, path: Path, maker: str) -> None:
+        self.path, self._maker = path, maker
+        try:
+            self.tags = parse_wheel_filename(path.name)[3]
+            with self._readable(), zipfile.ZipFile(path) as archive:
+                infos = archive.infolist()
+                self.names = [info.filename for info in infos if not info.is_dir()]
+                self.info = self._checked_info()
+                """Its folder for metadata."""
+                texts = ("WHEEL", "METADATA", "entry_points.txt")
+                paths = [f"{self.info}/{name}" for name in texts]
+                self._texts = {
+                    path.rpartition("/")[2]: archive.read(path).decode()
+                    for path in paths
+                    if path in self.names
+                }
+        except InvalidWheelFilename as error:
+            raise self._error(f"{error}.") from None
         for name in ("RECORD.jws", "RECORD.p7s"):
             if f"{self.info}/{name}" in self.names:
                 message = f"it has {name}, and a signature fits no changed wheel."
-                hint = "Sign the wheel after the build."
-                raise WheelError(Problem(Kind.INVALID_WHEEL, path.name, message, hint))
-
-    @property
-    def project(self) -> ProjectMetadata:
+                raise self._error(message, "Sign the wheel after the build.")
+        self.project = self._checked_project()
         """What its metadata say of the project."""
-        entry_points = self._texts.get(f"{self.info}/entry_points.txt", "")
-        freezes = "[pyinstaller40]" in entry_points
-        return ProjectMetadata.read(self._texts[f"{self.info}/METADATA"], freezes=freezes)
 
-    def checked_tag(self, config: Config) -> str | None:
+    def _checked_info(self) -> str:
+        """The folder for metadata; raises WheelError if the names of files are not those of a wheel."""
+        names = [name.split("/") for name in self.names]
+        folders = {parts[0] for parts in names if parts[0].endswith(".dist-info") and parts[1:]}
+        if len(folders) != 1:
+            others = listing(sorted(folders)) if folders else "no folder *.dist-info"
+            raise self._error(f"it has {others}, and a wheel has one.")
+        (info,) = folders
+        missing = [f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL")]
+        if missing := [path for path in missing if path not in self.names]:
+            raise self._error(f"it lacks {listing(missing)}.")
+        if repeated := [name for name, number in Counter(self.names).items() if number > 1]:
+            raise self._error(f"it has several files with one name: {listing(repeated)}.")
+        if outside := [name for name in self.names if not is_inside(name)]:
+            raise self._error(f"it has files outside of its folder: {listing(outside)}.")
+        return info
+
+    def _checked_project(self) -> ProjectMetadata:
+        freezes = "[pyinstaller40]" in self._texts.get("entry_points.txt", "")
+        project = ProjectMetadata.read(self._texts["METADATA"], freezes=freezes)
+        name, version = self.path.name.split("-")[:2]
+        own = project.name, project.version
+        if not all(own) or canonicalize_name(name) != canonicalize_name(project.name):
+            raise self._error(f"its METADATA is of {own}, and not of {(name, version)}.")
+        try:
+            for dependency in project.dependencies:
+                Requirement(dependency)
+        except InvalidRequirement as error:
+            raise self._error(f"its METADATA has an invalid requirement: {error}.") from None
+        return project
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Raise WheelError for what `zipfile` raises for a damaged archive."""
+        try:
+            yield
+        except (*DAMAGED_ARCHIVE, ValueError, IndexError, struct.error, OSError) as error:
+            # The system refuses negative positions in a file with this one.
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
+            raise self._error(f"it cannot be read: {error}.") from None
+
+    def _error(self, message: str, hint: str | None = None) -> WheelError:
+        location = f"{self.path.name} of {self._maker}"
+        return WheelError(Problem(Kind.INVALID_WHEEL, location, message, hint))
+
+    def checked_tag(self, config: Config, warn: Callable[[str], None]) -> str | None:
         """The tag that ``config`` gives it: only a wheel for all platforms gets another one.
 
-        Raises ConfigError for targets with ``platforms`` that are none of the wheel's.
+        It stays for the versions of Python that the back end names, except 2, which no loader is for, unless
+        ``wheel.tag`` names others. Raises ConfigError for ``platforms`` that are none of the wheel's.
         """
-        tags = Parser().parsestr(self._texts[f"{self.info}/WHEEL"]).get_all("Tag", [])
-        if tags == ["py3-none-any"]:
-            return tag(config)
-        systems = set[str]().union(*(_systems(name.rpartition("-")[2]) for name in tags))
+        python, abi, platform = self.path.stem.split("-")[-3:]
+        new, platforms = tag(config), platform.split(".")
+        if "any" in platforms:
+            if new is None or config.wheel.tag != "auto":
+                return new
+            versions = [name for name in python.split(".") if not name.startswith("py2")]
+            return f"{'.'.join(versions) or python}-{abi}-{new.rpartition('-')[2]}"
+        if new and config.wheel.tag != "auto" and parse_tag(new) != self.tags:
+            warn(f"the wheel's tag stays that of {self.path.name}: wheel.tag ({new}) is not used")
+        systems = set[str]().union(*map(_systems, platforms))
         problems = [
             Problem.at(
                 target.place("platforms"),
@@ -84,7 +148,7 @@ class FinishedWheel:
             for target in config.targets
             if target.platforms
             and systems.isdisjoint(set().union(*map(_systems, target.platforms)))
-            if "any" not in (*target.platforms, *systems)
+            if "any" not in target.platforms
         ]
         if problems:
             raise ConfigError(*problems)
@@ -98,12 +162,12 @@ class FinishedWheel:
         ``tag`` replaces its own.
         """
         name, wheel, record = self.path.name, f"{self.info}/WHEEL", f"{self.info}/RECORD"
-        metadata = self._texts[wheel]
+        metadata = self._texts["WHEEL"]
         if tag is not None:
             name, metadata = f"{name.rsplit('-', 3)[0]}-{tag}.whl", _with_tag(metadata, tag)
-        rows = list[tuple[str, ...]]()
+        rows, target = list[tuple[str, ...]](), folder / name
         with (
-            _whole_or_none(folder / name) as target,
+            self._readable(),
             zipfile.ZipFile(self.path) as old,
             zipfile.ZipFile(target, "w") as new,
         ):
@@ -132,21 +196,11 @@ class FinishedWheel:
         return target
 
 
-@contextlib.contextmanager
-def _whole_or_none(file: Path) -> Iterator[Path]:
-    """Remove ``file`` if an error ends what writes it."""
-    try:
-        yield file
-    except BaseException:
-        remove(file)
-        raise
-
-
 def _with_tag(wheel: str, tag: str) -> str:
     """WHEEL with ``tag``, expanded, in place of its own."""
-    python, abi, platforms = tag.split("-")
     lines = [line for line in wheel.splitlines() if line and not line.startswith("Tag:")]
-    tags = (f"Tag: {python}-{abi}-{platform}" for platform in platforms.split("."))
+    parts = (part.split(".") for part in tag.split("-"))
+    tags = (f"Tag: {'-'.join(names)}" for names in itertools.product(*parts))
     return "\n".join([*lines, *tags, ""])
 
 
@@ -165,22 +219,40 @@ def _added(path: str, file: Path) -> zipfile.ZipInfo:
     return info
 
 
-def names_of_sdist(sdist: Path) -> list[str]:
-    """The regular files in ``sdist``, by their paths in the project."""
-    with tarfile.open(sdist) as archive:
-        return [member.name.partition("/")[2] for member in archive if member.isreg()]
+def names_of_sdist(sdist: Path, maker: str) -> list[str]:
+    """The regular files in ``sdist``, by their paths in the project; the build back end ``maker`` wrote it.
+
+    Raises SdistError if it cannot be read, or does not consist of the folder with its name.
+    """
+    folder, problem = sdist.name.removesuffix(".tar.gz"), ""
+    try:
+        with tarfile.open(sdist, encoding="utf-8") as archive:
+            members = archive.getmembers()
+    except (tarfile.TarError, gzip.BadGzipFile, *DAMAGED_ARCHIVE, ValueError) as error:
+        problem = f"it cannot be read: {error}."
+    else:
+        outside = [member.name for member in members if member.name.split("/")[0] != folder]
+        if folder == sdist.name or not members:
+            problem = "an sdist is a .tar.gz with the files of the project."
+        elif outside:
+            problem = (
+                f"it has files outside of the folder {folder}: {listing(outside[:_MAX_NAMED])}."
+            )
+    if problem:
+        raise SdistError(Problem(Kind.NOT_IN_SDIST, f"{sdist.name} of {maker}", problem))
+    return [member.name.partition("/")[2] for member in members if member.isreg()]
 
 
 def write_sdist(
     sdist: Path, folder: Path, files: Mapping[str, Path], left_out: Collection[str]
 ) -> Path:
     """Write ``sdist`` into ``folder`` with ``files``, by their paths in the project, without ``left_out``."""
+    target = folder / sdist.name
     with (
-        _whole_or_none(folder / sdist.name) as target,
-        tarfile.open(sdist) as old,
+        tarfile.open(sdist, encoding="utf-8") as old,
         target.open("wb") as raw,
         gzip.GzipFile("", "wb", fileobj=raw, mtime=source_date()) as packed,
-        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8") as new,
     ):
         for member in old:
             if member.name.partition("/")[2] not in left_out:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import csv
-import os
 import re
 import zipfile
 import zlib
@@ -21,13 +20,13 @@ from packaging.utils import canonicalize_name
 
 from hatch_epcontext.config.settings import Config, Target
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, WheelError
-from hatch_epcontext.files import FileRecord
+from hatch_epcontext.files import RENAME, FileRecord, is_text
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.requirements import installed
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.text import listing, show, show_size
+from hatch_epcontext.text import listing, show_size
 
 FOLDER = "epcontext"
 """The name of the package's folder in the app's import package, by default."""
@@ -37,9 +36,6 @@ OUTPUT = Key() / "output"
 
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 """What `zipfile` raises for contents that it cannot read."""
-
-_EPOCH = 1580601600
-"""The time of added files without SOURCE_DATE_EPOCH, which hatchling uses too: 2020-02-02."""
 
 _MAX_NAMED = 5
 """Of more files than this, a message gives the number."""
@@ -75,15 +71,6 @@ class ProjectMetadata:
         return cls(*about, dependencies, freezes)
 
 
-def source_date() -> int:
-    """The time of added files, in seconds since 1970; raises ConfigError if SOURCE_DATE_EPOCH is none."""
-    text = os.environ.get("SOURCE_DATE_EPOCH") or str(_EPOCH)
-    if not text.isdecimal():
-        message = f"must be a number of seconds, not {show(text)}."
-        raise ConfigError(Problem(Kind.INVALID_VARIABLE, "SOURCE_DATE_EPOCH", message))
-    return int(text)
-
-
 def selected_files(builder_config: Any) -> dict[str, Path]:
     """The files of the project that the settings of a target select, without what build hooks add."""
     selected = []
@@ -106,6 +93,15 @@ def packed_files(builder_config: Any, build_data: dict[str, Any]) -> dict[str, P
 
 def _tree(files: Any) -> dict[str, Path]:
     return {Path(file.distribution_path).as_posix(): Path(file.path) for file in files}
+
+
+def check_names(tree: Tree) -> None:
+    """Raise ConfigError for names that no wheel has: hatchling would fail after everything is compiled."""
+    message = "has a name that is not UTF-8, which no wheel can have."
+    names = [name for name in tree if not is_text(Path(name))]
+    problems = [Problem(Kind.UNREADABLE_FILE, name, message, RENAME) for name in names]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath:
