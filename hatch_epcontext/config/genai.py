@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from hatch_epcontext.config.tables import (
     TargetTable,
 )
 from hatch_epcontext.config.targets import NamedTarget
-from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
-from hatch_epcontext.files import is_portable, is_regular
+from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, Setting
+from hatch_epcontext.files import is_lfs_pointer, is_portable, is_regular, unreadable
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut, TensorFacts
-from hatch_epcontext.shipped import SOURCE
-from hatch_epcontext.text import show, toml_key
+from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.shipped import CPU_EP, SOURCE
+from hatch_epcontext.text import count, listing, show, toml_key
 
 _REFUSED = ("dims", "shapes", "constants", "cut", "fallback", "share_weights")
 """Keys of a model that the folder decides."""
@@ -36,33 +38,66 @@ _MAX = 2**24
 _TYPICAL = 1024
 """The most tokens that a profile is optimized for, as in onnxruntime-genai's own."""
 
+_TEXT_TYPES = frozenset(
+    """
+    chatglm decoder decoder-pipeline ernie4_5 gemma gemma2 gemma3_text gemma3_vl_text gemma4_text gpt2 gptoss
+    granite granitemoehybrid hunyuandensev1 internlm2 lfm2 lfm2_audio_text lfm2_moe lfm2_vl_text llama mistral
+    mistral3_text nemotron olmo phi phi3 phi3small phimoe qwen2 qwen2_5_vl_text qwen3 qwen3_5_moe_text
+    qwen3_5_text qwen3_vl_text smollm3
+    """.split()  # noqa: SIM905
+)
+"""The values of ``model.type`` with which onnxruntime-genai 0.18 answers text with text."""
+
+_LIBRARY = re.compile(r"\.(dll|dylib|so|pyd|exe)(?!\w)", re.IGNORECASE)
+"""In a text that names a library, also with a version, in a list of paths, or with what Windows ignores."""
+
+_LOADED = re.compile("backend_path|lib_path|librar|op_packages", re.IGNORECASE)
+"""In a key whose value is loaded as a library, whatever its name."""
+
+_SHOWN = 3
+"""The most files that a message names."""
+
 
 @dataclass(frozen=True)
 class GenaiConfig:
     """What a ``genai_config.json`` says of the decoder.
 
-    ``content``: all that it says of the model.
+    ``document``: all that it says.
     ``files``: the model by its name in the folder, or those of the stages of its pipeline by stage.
     ``cached``: the stages that have a cache, which are those worth compiling; none without a pipeline.
     ``providers``: the options of EPs, by genai's names.
-    ``past``: the names of the inputs with the cache, of the shape batch x ``heads`` x tokens x ``head_size``.
+    ``past_names``: those of the inputs with the cache, with ``%d`` in place of the number of one of the
+    ``layers``, of the shape batch x ``heads`` x tokens x ``head_size``.
     """
 
-    content: Mapping[str, Any]
+    document: Mapping[str, Any]
     files: Mapping[str, str]
     cached: tuple[str, ...]
     providers: Mapping[str, Mapping[str, str]]
     inputs: Mapping[str, str]
-    past: tuple[str, ...]
+    past_names: tuple[str, ...]
+    layers: int
     context_length: int
     heads: int
     head_size: int
+
+    @property
+    def past(self) -> tuple[str, ...]:
+        """The names of the inputs with the cache, by layer."""
+        layers = range(self.layers)
+        return tuple(n.replace("%d", str(layer)) for layer in layers for n in self.past_names)
 
     def shapes(self, tokens: int, slots: int, mask: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the inputs, for so many new ``tokens`` and a cache with so many ``slots``."""
         known = {"input_ids": tokens, "position_ids": tokens, "attention_mask": mask}
         named = {self.inputs[name]: (1, n) for name, n in known.items() if name in self.inputs}
         return named | dict.fromkeys(self.past, (1, self.heads, slots, self.head_size))
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """All that it says of the model."""
+        model: Mapping[str, Any] = self.document["model"]
+        return model
 
     @property
     def dummy_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -88,25 +123,87 @@ def read_folder(
         if getattr(table, name) and not isinstance(getattr(table, name), FallbackTable):
             message = "is for a single model, and this one is a folder of onnxruntime-genai."
             yield Problem.at(key / toml_key(name), Kind.NOT_APPLICABLE, message, "Remove it.")
-    try:
-        config = read_config(folder)
-    except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
-        message = f"{GENAI_CONFIG} cannot be read: {error}."
-        hint = "Write the folder again, for example with onnxruntime-genai's model builder."
-        yield Problem.at(key / "path", Kind.INVALID_FOLDER, message, hint)
-        return folder / "model.onnx", table, None
-    changed = yield from _changed(key, table, config, targets)
-    beside = _files(folder)
-    faults = [*_faults(table, folder, config, changed, beside)]
+    beside, config = _files(folder), None
+    faults = [*_unusable_files(folder, beside)]
+    if not faults:
+        try:
+            document = _read_document(folder)
+            faults += _not_of_text(document)
+            config = None if faults else _config_of(document)
+        except _READING as error:
+            hint = "Write the folder again, for example with onnxruntime-genai's model builder."
+            faults.append(("path", f"{GENAI_CONFIG} cannot be read: {error}.", hint))
+    changed = dict[str, Any]()
+    if config is not None:
+        changed = yield from _changed(key, table, config, targets)
+        faults += _faults(table, folder, config, changed, beside)
     for name, message, hint in faults:
-        text = f"{GENAI_CONFIG} {message}" if name == "path" else message
-        yield Problem.at(key / name, Kind.INVALID_FOLDER, text, hint)
-    if faults:
+        yield Problem.at(key / name, Kind.INVALID_FOLDER, message, hint)
+    if faults or config is None:
         return folder / "model.onnx", table, None
     main, *_ = config.files.values()
     others = tuple(name for name in beside if name != main)
     genai = Genai(others, table.context_length, table.chunk)
     return folder / main, dataclasses.replace(table, targets=changed), genai
+
+
+_READING = (AttributeError, OSError, RecursionError, TypeError, ValueError)
+"""What `read_config` raises for files that are none."""
+
+_Fault = tuple[str, str, str]
+"""The key of a model's table, what is wrong, and what to do."""
+
+
+def _unusable_files(folder: Path, files: list[str]) -> Iterator[_Fault]:
+    """What is wrong with the ``files`` of the folder, whatever they contain: apps get all of them."""
+    root, places = os.path.realpath(folder), {name: folder / name for name in files}
+    real = {name: Path(os.path.realpath(place)) for name, place in places.items()}
+    if links := [n for n in files if places[n].is_symlink() and not is_regular(places[n])]:
+        yield (
+            "path",
+            f"has links to no file: {_names(links)}.",
+            _hint_for_links(real[links[0]]),
+        )
+    if links := [n for n in files if n not in links and not real[n].is_relative_to(root)]:
+        message = f"has links out of the folder: {_names(links)}."
+        yield "path", message, _hint_for_links(real[links[0]])
+    regular = [name for name in files if is_regular(places[name])]
+    for name in regular:
+        if rejection := unreadable(places[name]):
+            yield "path", f"has the file {show(name)}, which {rejection.message}", rejection.hint
+            return
+    if pointers := [name for name in regular if is_lfs_pointer(places[name])]:
+        message = f"has pointers of Git LFS in place of files: {_names(pointers)}."
+        yield "path", message, "Run: git lfs pull"
+    for name in files:
+        if not is_portable(name):
+            message = f"has the file {show(name)}, which is no name of a file on every system."
+            yield "path", message, "Rename it: apps get all files."
+
+
+def _names(files: Sequence[str]) -> str:
+    """The first of the ``files``, of which a hub's snapshot has many."""
+    return listing(map(show, files), _SHOWN)
+
+
+def _hint_for_links(target: Path) -> str:
+    """What to do about links, of which one leads to ``target``."""
+    if target.parent.name != "blobs":
+        return "Put the files in their place: apps get all files of the folder."
+    kind, *parts = target.parent.parent.name.split("--")
+    repository = "/".join(parts) if kind == "models" and parts else "REPOSITORY"
+    return (
+        "It is a snapshot in a cache of the Hugging Face Hub. Download the files themselves, and name their "
+        f"folder: hf download {repository} --local-dir FOLDER"
+    )
+
+
+def _not_of_text(document: Any) -> Iterator[_Fault]:
+    type_ = _value(document, "model.type", str)
+    if type_ not in _TEXT_TYPES:
+        none = "and onnxruntime-genai has no text model of that type"
+        message = f"{GENAI_CONFIG} has the type {show(type_)}, {none}."
+        yield "path", message, "List the ONNX files of other models one by one."
 
 
 def _faults(
@@ -115,24 +212,23 @@ def _faults(
     config: GenaiConfig,
     changed: Mapping[str, Any],
     beside: list[str],
-) -> Iterator[tuple[str, str, str]]:
-    """For each fault the key of the model's table, what is wrong, and what to do."""
+) -> Iterator[_Fault]:
     for name in (*config.files.values(), *config.cached):
         if not is_portable(name) or "/" in name:
-            message = f"names {show(name)}, which cannot be a file in the folder itself."
+            message = (
+                f"{GENAI_CONFIG} names {show(name)}, which cannot be a file in the folder itself."
+            )
             yield "path", message, "Rename it: onnxruntime-genai refuses '..'."
         elif name not in config.cached and not is_regular(folder / name):
-            yield "path", f"names the file {show(name)}, which is missing.", "Fetch it."
-    root = folder.resolve()
-    links = [name for name in beside if not (folder / name).resolve().is_relative_to(root)]
-    for name in dict.fromkeys([*(name for name in beside if not is_portable(name)), *links]):
-        what = "a link out of the folder" if name in links else "no name of a file on every system"
-        yield "path", f"is beside {show(name)}, which is {what}.", "Replace it: apps get all files."
-    for name in re.findall(r'"([^"]+\.(?:dll|dylib|so))"', json.dumps(config.content)):
-        message = f"names the library {show(name)}, which is for one system."
-        yield "path", message, 'Remove it. For QNN, "backend_type": "htp" is right on every system.'
+            message = f"{GENAI_CONFIG} names the file {show(name)}, which is missing."
+            yield "path", message, "Fetch it."
+    yield from _faults_of_tokenizer(config, beside)
+    for place, library in dict.fromkeys(_libraries(config.document)):
+        message = f"{GENAI_CONFIG} names the library {show(library)}, which is for one system."
+        hint = f'Remove {place}. For QNN, "backend_type": "htp" is right on every system.'
+        yield "path", message, hint
     for name in sorted({*changed, SOURCE}.intersection(file.partition("/")[0] for file in beside)):
-        message = f"is beside a folder {show(name)}, the place of that target in the package."
+        message = f"has a folder {show(name)}, the place of that target in the package."
         yield "path", message, "Rename one of them."
     length = table.context_length or config.context_length
     if length > config.context_length:
@@ -141,22 +237,73 @@ def _faults(
         )
         yield "context-length", message, "Lower it."
     fixed = any(own.static_shapes for own in changed.values() if own)
-    pad, bos = (config.content.get(f"{name}_token_id") for name in ("pad", "bos"))
-    is_filler = type(pad) is int and pad not in (bos if isinstance(bos, list) else [bos])
-    if (fixed or config.cached) and not is_filler:
-        message = (
-            f"has the pad_token_id {show(pad)}, and prompts begin with {show(bos)} (bos_token_id)."
+    if (fixed or config.cached) and (reason := _not_a_filler(config.content)):
+        message = f"{GENAI_CONFIG} has the pad_token_id {show(config.content.get('pad_token_id'))}, {reason}."
+        yield (
+            "path",
+            message,
+            "Set it to a token that no prompt has, and eos_token_id to the end of an answer.",
         )
-        yield "path", message, "Set it to the number of a token that no prompt has."
     if fixed and not config.cached:
         if "position_ids" in config.inputs:
-            message = "has an input position_ids, which no stage of fixed sizes gets."
+            message = (
+                f"{GENAI_CONFIG} has an input position_ids, which no stage of fixed sizes gets."
+            )
             yield "path", message, "Build the folder for another EP: -e cpu."
         if table.context_length is None:
             message = "is required for targets with fixed sizes: the cache has as many slots."
             yield "context-length", message, "For example 2048."
         elif table.chunk > length:
             yield "chunk", f"is {table.chunk}, and context-length is {length}.", "Lower it."
+
+
+def _faults_of_tokenizer(config: GenaiConfig, files: list[str]) -> Iterator[_Fault]:
+    place = config.content.get("tokenizer_dir") or "."
+    inside = place.rstrip("/") if isinstance(place, str) else ""
+    if inside != "." and not is_portable(inside):
+        message = f"{GENAI_CONFIG} has the tokenizer_dir {show(place)}, which is not in the folder."
+        yield "path", message, "Put the tokenizer into the folder: apps get only that."
+        return
+    prefix = "" if inside == "." else f"{inside}/"
+    needed = [f"{prefix}{name}" for name in ("tokenizer.json", "tokenizer_config.json")]
+    if f"{prefix}tokenizer_module.json" not in files and not {*needed} <= {*files}:
+        missing = listing(show(name) for name in needed if name not in files)
+        message = f"has no tokenizer for onnxruntime-genai: {missing} is missing."
+        yield "path", message, "Fetch it from where the model comes from."
+
+
+def _not_a_filler(content: Mapping[str, Any]) -> str:
+    """Why the ``pad_token_id`` cannot fill the rest of a chunk, as the end of a sentence; empty if it can."""
+    pad = content.get("pad_token_id")
+    bos, eos = (content.get(f"{name}_token_id") for name in ("bos", "eos"))
+    if type(pad) is not int or not 0 <= pad < content["vocab_size"]:
+        return f"which is none of the {content['vocab_size']} tokens (vocab_size)"
+    if pad in (bos if isinstance(bos, list) else [bos]):
+        return f"and prompts begin with {show(bos)} (bos_token_id)"
+    ends = eos if isinstance(eos, list) else [eos]
+    if pad in ends:
+        return f"and each turn of a conversation ends with {show(eos)} (eos_token_id)"
+    is_none = not any(type(end) is int for end in ends)
+    return "which onnxruntime-genai takes for the missing eos_token_id" if is_none else ""
+
+
+def _libraries(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The names of libraries in genai's configuration, with the dotted keys at which they are."""
+    # Each value with its key, and whether a key says that it is a library; a recursion could be too deep.
+    values: list[tuple[Any, str, bool]] = [(document, "", False)]
+    while values:
+        value, place, is_loaded = values.pop()
+        if isinstance(value, dict):
+            keys = {name: f"{place}.{name}".lstrip(".") for name in value}
+            yield from ((key, name) for name, key in keys.items() if _LIBRARY.search(name))
+            values += (
+                (inner, keys[name], is_loaded or bool(_LOADED.search(name)))
+                for name, inner in value.items()
+            )
+        elif isinstance(value, list):
+            values += ((inner, place, is_loaded) for inner in value)
+        elif isinstance(value, str) and (_LIBRARY.search(value) or (is_loaded and value)):
+            yield place, value
 
 
 def stages(model: Model) -> tuple[Model, ...]:
@@ -202,14 +349,56 @@ def stages(model: Model) -> tuple[Model, ...]:
     return (*models, plain) if model.targets[0] in fixed else (plain, *models)
 
 
-def check_slots(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Problem]:
-    """A conversation that is longer than the cache of a stage with these ``inputs``: some give no error."""
-    if model.genai is None or not model.genai.stage or model.cut:
+def check_targets(model: Model) -> Iterator[Problem]:
+    """What the targets of a language model contradict: it is one folder, whose stages share weights."""
+    # onnxruntime-genai optimizes what it opens, and needs no optimized graph.
+    compiled = [target for target in model.targets if target.provider.product != "optimized"]
+    if any(target.companion != model.companion for target in compiled):
+        message = "is one folder, and all its targets have to be in the wheel with the folder."
+        hint = "Name one companion in them and in fallback = { companion = ... }, or none."
+        yield Problem.at(model.key, Kind.INVALID_COMPANION, message, hint)
+    fixed = [target for target in compiled if target.settings.static_shapes]
+    if not fixed or len(read_config(model.path.parent).cached) == 1:
+        return
+    for target in fixed:
+        if len(target.provider.per_chip(target.settings.provider_options)) > 1:
+            message = (
+                "names several chips, and the stages of a language model share weights, which "
+                f"{target.settings.ep} compiles for one chip."
+            )
+            hint = "Give each chip a target of its own."
+            yield Problem.at(target.place("chip"), Kind.NOT_APPLICABLE, message, hint)
+
+
+def check_part(key: Key, path: Path) -> Iterator[Problem]:
+    """The model at ``path`` that is the decoder of a folder of onnxruntime-genai, for which that is right."""
+    try:
+        document = _read_document(path.parent)
+        config = None if [*_not_of_text(document)] else _config_of(document)
+    except _READING:
+        return
+    if config is not None and config.files == {"": path.name}:
+        folder = show(path.parent.name)
+        message = (
+            f"is a part of the folder {folder} of onnxruntime-genai, which opens the whole folder."
+        )
+        hint = (
+            "Name the folder in place of the file. If your app runs the model without onnxruntime-genai, "
+            "move it out of the folder."
+        )
+        yield Problem.at(key, Kind.INVALID_FOLDER, message, hint)
+
+
+def check_caches(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Problem]:
+    """Where genai's configuration of ``model`` contradicts its ``inputs``: some such models give no error."""
+    if model.genai is None or model.cut:
         return
     config = read_config(model.path.parent)
+    sizes = {value.name: value.sizes for value in inputs}
+    yield from check_layers(model, config, sizes)
     length = model.genai.context_length or config.context_length
-    for value in inputs:
-        slots = value.sizes[2] if value.name in config.past and len(value.sizes) > 2 else None
+    for name in config.past if model.genai.stage else ():
+        slots = sizes[name][2] if len(sizes.get(name, ())) > 2 else None
         if isinstance(slots, int) and slots < length:
             message = f"is {length}, and {model.path.name} has a cache of {slots} slots."
             hint, place = "Set it to that.", model.key / "context-length"
@@ -217,9 +406,34 @@ def check_slots(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Problem
             return
 
 
+def check_layers(model: Model, config: GenaiConfig, inputs: Iterable[str]) -> Iterator[Problem]:
+    """Another number of layers in ``config`` than ``model`` with these ``inputs`` has caches for."""
+    cache = "|".join(re.escape(name).replace("%d", r"(\d+)") for name in config.past_names)
+    matches = filter(None, (re.fullmatch(cache, name) for name in inputs))
+    present = {int(number) for match in matches for number in match.groups() if number}
+    number = max(present, default=-1) + 1
+    # Some models have layers without a cache, and stages have a part of the layers.
+    is_whole = "" in config.files and present == {*range(number)}
+    if number > config.layers or (is_whole and number < config.layers):
+        message = (
+            f"num_hidden_layers in {GENAI_CONFIG} is {config.layers}, and {model.path.name} has caches of "
+            f"{count(number, 'layer')} ({' and '.join(config.past_names)})."
+        )
+        hint = f"Set it to {number}." if number else "Correct the names."
+        yield Problem.at(model.key / "path", Kind.INVALID_FOLDER, message, hint)
+
+
 def read_config(folder: Path) -> GenaiConfig:
     """The ``genai_config.json`` in ``folder``; raises OSError, and ValueError for what it lacks."""
-    content = json.loads((folder / GENAI_CONFIG).read_bytes())
+    return _config_of(_read_document(folder))
+
+
+def _read_document(folder: Path) -> Any:
+    text = (folder / GENAI_CONFIG).read_bytes()
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _config_of(content: Any) -> GenaiConfig:
     decoder = _value(content, "model.decoder", dict)
     pipeline = _value(content, "model.decoder.pipeline", list, [])
     stages = {name: stage for entry in pipeline for name, stage in dict(entry).items()}
@@ -230,20 +444,29 @@ def read_config(folder: Path) -> GenaiConfig:
     providers = _value(decoder, "session_options.provider_options", list, [])
     inputs = _value(decoder, "inputs", dict).items()
     names = [_value(decoder, f"inputs.past_{kind}_names", str) for kind in ("key", "value")]
-    layers = range(_value(decoder, "num_hidden_layers", int))
-    past = tuple(name.replace("%d", str(layer)) for layer in layers for name in names)
+    layers = _value(decoder, "num_hidden_layers", int)
+    past = {name.replace("%d", str(layer)) for layer in range(layers) for name in names}
     _value(content, "model.vocab_size", int)
     return GenaiConfig(
-        content["model"],
+        content,
         files,
-        tuple(name for name, stage in stages.items() if {*past} & {*stage.get("inputs", ())}),
+        tuple(name for name, stage in stages.items() if past.intersection(stage.get("inputs", ()))),
         {name: dict(options) for entry in providers for name, options in entry.items()},
         {"input_ids": "input_ids", **{n: text for n, text in inputs if isinstance(text, str)}},
-        past,
+        tuple(names),
+        layers,
         _value(content, "model.context_length", int),
         _value(decoder, "num_key_value_heads", int),
         _value(decoder, "head_size", int),
     )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; raises ValueError for a key that it has twice: genai merges the values."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a key is there twice")
+    return table
 
 
 def _value(table: Any, path: str, type_: type, default: Any = None) -> Any:
@@ -268,25 +491,39 @@ def _changed(
         changes = dict.fromkeys(targets, False) | dict.fromkeys(table.targets)
     elif table.targets is not None:
         changes |= table.targets
+    unfit = list[str]()
     for name, change in changes.items():
         # Names of unknown targets are another check.
         if change is False or (target := targets.get(name)) is None:
             continue
         provider, needed = target.provider, dict[str, Any](static_shapes=False)
-        if provider.genai_name and provider.profiles and not config.cached:
+        if not _runs(provider, config):
+            unfit.append(name)
+        elif provider.profiles:
             needed["profiles"] = (config.profile(table.context_length or config.context_length),)
-        elif provider.genai_name and not provider.profiles:
+        elif provider.genai_name:
             needed["static_shapes"] = True
-        elif provider.product == "context":
-            what = "a pipeline" if config.cached else "a folder"
-            message = f"names {name}, and {what} of onnxruntime-genai is not compiled for its EP."
-            hint = f"Set targets = {{ {name} = false }} in the model's table."
-            yield Problem.at(key / "targets", Kind.NOT_APPLICABLE, message, hint)
         changes[name] = dataclasses.replace(change or TargetTable(), **needed)
+    if unfit:
+        what = "a pipeline" if config.cached else "a folder"
+        message = (
+            f"names {listing(unfit)}, and {what} of onnxruntime-genai is not compiled for its EP."
+        )
+        able = (name for name, provider in PROVIDERS.items() if _runs(provider, config))
+        setting = Setting(key / "targets", dict.fromkeys(unfit, False))
+        hint = f"Providers that can: {', '.join(able)}."
+        yield Problem.at(key / "targets", Kind.NOT_APPLICABLE, message, hint, setting)
     return changes
+
+
+def _runs(provider: Provider, config: GenaiConfig) -> bool:
+    """Whether onnxruntime-genai runs the folder on the CPU, or what is compiled of it for ``provider``."""
+    is_compiled = provider.genai_name and not (provider.profiles and config.cached)
+    return bool(is_compiled) or provider.ep == CPU_EP
 
 
 def _files(folder: Path) -> list[str]:
     """The files of the folder but hidden ones, by their paths in it, sorted."""
-    files = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    entries = (file for file in folder.rglob("*") if file.is_symlink() or file.is_file())
+    files = (file.relative_to(folder) for file in entries)
     return sorted(file.as_posix() for file in files if not any(p[0] == "." for p in file.parts))

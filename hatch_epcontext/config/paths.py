@@ -187,7 +187,8 @@ class Finder:
 
 def is_genai_folder(path: Path) -> bool:
     """Whether ``path`` is a folder of onnxruntime-genai."""
-    return os.path.isfile(path / GENAI_CONFIG)  # noqa: PTH113, names can be too long
+    # Also if it is a link to nowhere.
+    return os.path.lexists(path / GENAI_CONFIG)
 
 
 def is_glob(path: str) -> bool:

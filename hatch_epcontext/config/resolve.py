@@ -186,19 +186,12 @@ class Resolver:
 
             path, table, genai = yield from read_folder(key, table, path, self._targets)
             fallback = fallback if isinstance(fallback, FallbackTable) else "source"
-        elif table.context_length is not None and not self._finder.pending:
-            message = "is for a folder of onnxruntime-genai, and this is a single model."
-            yield Problem.at(key / "context-length", Kind.NOT_APPLICABLE, message, "Remove it.")
+        else:
+            yield from self._check_single(key, table, path)
         validate = yield from self._validate(key / "validate", table.validate)
         targets = yield from self._targets_of(key, table)
         targets = tuple(_with_plugins(target, path) for target in targets)
         companion = fallback.companion if isinstance(fallback, FallbackTable) else None
-        # onnxruntime-genai optimizes what it opens, and needs no optimized graph.
-        compiled = [t for t in targets if t.provider.product != "optimized"]
-        if genai and any(target.companion != companion for target in compiled):
-            message = "is one folder, and all its targets have to be in the wheel with the folder."
-            hint = "Name one companion in them and in fallback = { companion = ... }, or none."
-            yield Problem.at(key, Kind.INVALID_COMPANION, message, hint)
         model = Model(
             name=name,
             path=path,
@@ -214,7 +207,23 @@ class Resolver:
             download=_download(table),
             genai=genai,
         )
+        if genai is not None:
+            from hatch_epcontext.config.genai import check_targets
+
+            yield from check_targets(model)
         return model, table
+
+    def _check_single(self, key: Key, table: ModelTable, path: Path) -> Diagnosed[None]:
+        """A model at ``path`` that is no folder."""
+        if is_genai_folder(path.parent):
+            from hatch_epcontext.config.genai import check_part
+
+            if problems := [*check_part(key, path)]:
+                yield from problems
+                return
+        if table.context_length is not None and not self._finder.pending:
+            message = "is for a folder of onnxruntime-genai, and this is a single model."
+            yield Problem.at(key / "context-length", Kind.NOT_APPLICABLE, message, "Remove it.")
 
     def _validate(self, key: Key, value: Any) -> Diagnosed[ValidateTable]:
         table = value if isinstance(value, ValidateTable) else ValidateTable(mode=value)

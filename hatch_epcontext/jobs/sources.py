@@ -133,9 +133,9 @@ def read_sources(
     problems = [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]
     if any(model.genai for model in config.models):
         # Imported here: few projects have a language model.
-        from hatch_epcontext.config.genai import check_slots
+        from hatch_epcontext.config.genai import check_caches
 
-        problems += (p for m in config.models for p in check_slots(m, known[m.name].inputs))
+        problems += (p for m in config.models for p in check_caches(m, known[m.name].inputs))
     if problems:
         # All shapes of one model have the same tolerance.
         raise ModelError(*merged(problems))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hatch_epcontext.config import genai
 from hatch_epcontext.errors import Kind
 from hatch_epcontext.graph.facts import Cut
+from hatch_epcontext.text import show, toml_key
 from tests.config.examples import assert_one_problem, problems, read
+from tests.conftest import needs
 from tests.language_models import make_folder
 
 LLAMA = 'models = [{ path = "models/llama", context-length = 128 }]\n'
@@ -179,15 +183,173 @@ def test_fixed_sizes_are_consistent(
     assert_one_problem(project, toml, place, message)
 
 
-def test_the_token_that_fills_a_chunk_begins_no_prompt(project: Path) -> None:
-    make_folder(project / "models" / "llama", bos_token_id=[1, 0])
-    message = "has the pad_token_id 0, and prompts begin with [1, 0] (bos_token_id)"
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bos_token_id": [1, 0]}, "the pad_token_id 0, and prompts begin with [1, 0]"),
+        ({"eos_token_id": 0}, "the pad_token_id 0, and each turn of a conversation ends with 0"),
+        ({"eos_token_id": [2, 5], "pad_token_id": 5}, "the pad_token_id 5, and each turn"),
+        ({"eos_token_id": []}, "the pad_token_id 0, which onnxruntime-genai takes for the missing"),
+        ({"pad_token_id": None}, "the pad_token_id null, which is none of the 259 tokens"),
+        ({"pad_token_id": 259}, "the pad_token_id 259, which is none of the 259 tokens"),
+        ({"pad_token_id": -1}, "the pad_token_id -1, which is none of the 259 tokens"),
+    ],
+)
+def test_the_token_that_fills_a_chunk_is_in_no_prompt(
+    project: Path, changes: dict[str, Any], message: str
+) -> None:
+    make_folder(project / "models" / "llama", **changes)
     assert_one_problem(project, LLAMA + NPU, "models[0].path", message)
     assert read(project, LLAMA + RTX + CPU).models
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        ("session_options.custom_ops_library", "libops.so", "libops.so"),
+        ("session_options.custom_ops_library", "Ops.DLL", "Ops.DLL"),
+        ("session_options.custom_ops_library", "libops.SO.1", "libops.SO.1"),
+        ("session_options.custom_ops_library", "libops.1.dylib", "libops.1.dylib"),
+        ("session_options.custom_ops_library", "ops.dll. .", "ops.dll. ."),
+        ("session_options.custom_ops_library", "sub/libops.so.1.2", "sub/libops.so.1.2"),
+        # What is loaded, whatever it is called.
+        ("session_options.custom_ops_library", "tokenizer.bin", "tokenizer.bin"),
+        ("session_options.Backend_Path", "QnnHtp", "QnnHtp"),
+        # Other keys, and what is inside of them.
+        ("other", {"deep": [{"a": "Add:libadd.So:Provider"}]}, "Add:libadd.So:Provider"),
+        ("pipeline_options", {"evil.dll": "1"}, "evil.dll"),
+        ("deep", json.loads("[" * 900 + '"a.dll"' + "]" * 900), "a.dll"),
+    ],
+)
+def test_a_library_in_its_configuration_is_one_problem(
+    project: Path, folder: Path, place: str, value: Any, named: str
+) -> None:
+    key, _, inner = place.partition(".")
+    change(folder, **{key: {inner: value} if inner else value})
+    message = f"names the library {show(named)}, which is for one system"
+    assert_one_problem(project, LLAMA + CPU, "models[0].path", message)
+
+
+def test_a_key_twice_hides_nothing(project: Path, folder: Path) -> None:
+    file = folder / "genai_config.json"
+    hidden = '{"model": {"decoder": {"session_options": {"custom_ops_library": "a.so"}}},'
+    file.write_text(hidden + file.read_text().removeprefix("{"))
+    assert_one_problem(project, LLAMA + CPU, "models[0].path", "a key is there twice")
+
+
+@pytest.mark.parametrize("type_", ["whisper", "phi3v", "embeddings", "Llama"])
+def test_only_a_text_model_is_a_model(project: Path, type_: str) -> None:
+    make_folder(project / "models" / "llama", type=type_)
+    message = f'has the type "{type_}", and onnxruntime-genai has no text model of that type'
+    assert_one_problem(project, LLAMA + CPU, "models[0].path", message)
+
+
+@needs("onnxruntime_genai")
+def test_onnxruntime_genai_opens_all_types_of_text_models(tmp_path: Path) -> None:
+    import onnxruntime_genai
+
+    folder = make_folder(tmp_path)
+    config = onnxruntime_genai.Config(str(folder))
+    for type_ in sorted(genai._TEXT_TYPES):
+        config.overlay(json.dumps({"model": {"type": type_}}))
+        assert onnxruntime_genai.Model(config).type == type_
+
+
+@pytest.mark.parametrize(
+    "name", ["genai_config.json", "model.onnx", "model.onnx.data", "tokenizer.json"]
+)
+def test_a_pointer_of_git_lfs_is_no_file_of_a_folder(
+    project: Path, folder: Path, name: str
+) -> None:
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+    message = f'has pointers of Git LFS in place of files: "{name}"'
+    assert_one_problem(project, LLAMA + CPU, "models[0].path", message)
+
+
+@pytest.mark.parametrize(
+    ("missing", "changes", "message"),
+    [
+        ("tokenizer.json", {}, 'no tokenizer for onnxruntime-genai: "tokenizer.json" is missing'),
+        ("tokenizer_config.json", {}, '"tokenizer_config.json" is missing'),
+        (None, {"tokenizer_dir": "other"}, '"other/tokenizer.json" and "other/tokenizer_config'),
+        (None, {"tokenizer_dir": "../other"}, 'the tokenizer_dir "../other", which is not in'),
+        (None, {"tokenizer_dir": "/other"}, 'the tokenizer_dir "/other", which is not in'),
+    ],
+)
+def test_a_folder_has_its_tokenizer(
+    project: Path, missing: str | None, changes: dict[str, Any], message: str
+) -> None:
+    folder = make_folder(project / "models" / "llama", **changes)
+    if missing is not None:
+        (folder / missing).unlink()
+    assert_one_problem(project, LLAMA + CPU, "models[0].path", message)
+
+
+def test_a_tokenizer_may_be_in_a_folder_of_its_own(project: Path) -> None:
+    folder = make_folder(project / "models" / "llama", tokenizer_dir="words")
+    (folder / "words").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).rename(folder / "words" / name)
+    assert read(project, LLAMA + CPU).models
 
 
 def test_a_link_out_of_the_folder_is_not_shipped(project: Path, folder: Path) -> None:
     (project / "secret.json").write_text("{}")
     (folder / "vocabulary.json").symlink_to(project / "secret.json")
-    message = 'is beside "vocabulary.json", which is a link out of the folder'
+    message = 'has links out of the folder: "vocabulary.json"'
     assert_one_problem(project, LLAMA + CPU, "models[0].path", message)
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_snapshot_of_a_hub_is_one_problem_that_says_how_to_get_files(
+    project: Path, folder: Path, is_complete: bool
+) -> None:
+    repository = project / "hub" / "models--meta--llama-3"
+    snapshot = repository / "snapshots" / "4bba9b98"
+    snapshot.mkdir(parents=True)
+    for file in folder.iterdir():
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
+    if is_complete:
+        folder.rename(repository / "blobs")
+    else:
+        shutil.rmtree(folder)
+    folder.symlink_to(snapshot)
+    (problem,) = problems(project, LLAMA + CPU).values()
+    assert problem.message.startswith("has links ")
+    assert "and 2 more" in problem.message
+    assert "hf download meta/llama-3 --local-dir FOLDER" in (problem.hint or "")
+
+
+@pytest.mark.parametrize("models", ['["models/llama/model.onnx"]', '["models/llama/*.onnx"]'])
+def test_the_model_in_a_folder_is_not_listed_without_it(
+    project: Path, folder: Path, models: str
+) -> None:
+    message = 'is a part of the folder "llama" of onnxruntime-genai'
+    assert_one_problem(project, f"models = {models}\n" + CPU, "models[0]", message)
+    change(folder, filename="other.onnx")
+    assert read(project, f"models = {models}\n" + CPU).models
+
+
+def test_each_target_with_fixed_sizes_is_for_one_chip(project: Path, folder: Path) -> None:
+    several = NPU.replace('"snapdragon-x-elite"', '["snapdragon-x-elite", "snapdragon-8-gen-3"]')
+    message = "names several chips, and the stages of a language model share weights"
+    assert_one_problem(project, LLAMA + several, "targets.npu.chip", message)
+    # A single stage shares nothing.
+    make_pipeline(folder)
+    assert read(project, LLAMA + several).models
+
+
+@pytest.mark.parametrize("provider", ["cuda", "directml", "openvino", "tensorrt", "vitisai"])
+def test_a_target_that_onnxruntime_genai_does_not_run_is_left_out_for_a_folder(
+    project: Path, folder: Path, provider: str
+) -> None:
+    target = f'targets.other.provider = "{provider}"\n'
+    (problem,) = problems(project, LLAMA + CPU + target).values()
+    assert problem.message.startswith("names other, and a folder of onnxruntime-genai")
+    assert problem.hint == "Providers that can: cpu, qnn, tensorrt-rtx."
+    (setting,) = problem.settings
+    model = LLAMA.replace(
+        " }", f", {toml_key(str(setting.key.parts[-1]))} = {{ other = false }} }}"
+    )
+    assert setting.value == {"other": False}
+    assert read(project, model + CPU + target).models

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hatch_epcontext.errors import BuildError, ModelError
+from hatch_epcontext.errors import BuildError, Kind, ModelError
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
@@ -30,6 +30,10 @@ from tests.results import configured
 pytestmark = needs("onnxruntime_genai")
 
 NPU = 'targets.npu = { provider = "qnn", chip = "snapdragon-x-elite" }'
+
+RTX = 'targets.rtx = { provider = "tensorrt-rtx", chip = "rtx-40" }'
+
+CPU = 'targets.cpu.provider = "cpu"'
 
 TOML = 'models = [{ path = "models/llama", context-length = 160 }]\n'
 
@@ -80,7 +84,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_plain_folder_of_a_wheel_gives_the_same_tokens(folder: Path, tmp_path: Path) -> None:
-    project = make_project(tmp_path / "project", TOML + 'targets.cpu.provider = "cpu"')
+    project = make_project(tmp_path / "project", TOML + CPU)
     wheel, _ = build_project(project)
     site = install(wheel, tmp_path / "site")
     target, tokens = answers(site, {})
@@ -128,6 +132,22 @@ def test_a_token_of_prompts_that_fills_chunks_too_is_an_error(tmp_path: Path) ->
     with pytest.raises(BuildError, match="after 96 tokens") as raised:
         build(plan(configured(project, TOML + NPU)), tmp_path / "out", Cache(None, print), print)
     assert [problem.location for problem in raised.value.problems] == ["llama -> npu"]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("target", [NPU, RTX, CPU])
+def test_the_configuration_has_the_layers_of_the_model(
+    tmp_path: Path, layers: int, target: str
+) -> None:
+    changes = {"num_hidden_layers": layers}
+    make_folder(tmp_path / "project" / "models" / "llama", decoder=changes)
+    project = make_project(tmp_path / "project", TOML + target)
+    config = configured(project, TOML + target)
+    message = f"is {layers}, and model.onnx has caches of 2 layers"
+    with pytest.raises(BuildError, match=message) as raised:
+        build(plan(config), tmp_path / "out", Cache(None, print), print)
+    (problem,) = raised.value.problems
+    assert (problem.kind, problem.hint) == (Kind.INVALID_FOLDER, "Set it to 2.")
 
 
 @needs_qnn

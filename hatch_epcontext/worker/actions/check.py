@@ -52,6 +52,12 @@ def _check_model(model: Model) -> ModelFacts:
     data = data_of(onnx_model, model.path, model.key)
     own_inputs = _inputs(onnx_model)
     own_outputs = tuple(map(graph.facts, onnx_model.graph.output))
+    if model.genai is not None:
+        # Imported here: few projects have a language model.
+        from hatch_epcontext.config.genai import check_caches
+
+        if wrong := [*check_caches(model, own_inputs)]:
+            raise ModelError(*wrong)
     fix_constants(onnx_model, model)
     open_inputs = _inputs(onnx_model)
     if model.static_shapes:

@@ -29,6 +29,12 @@ def handle(request: CutRequest) -> CutReply:
     onnx_model = read_source(source, model.key)
     data = data_of(onnx_model, source, model.key)
     known = {value.name for value in graph.inputs(onnx_model.graph)}
+    if model.genai is not None:
+        # Imported here: few projects have a language model.
+        from hatch_epcontext.config.genai import check_layers, read_config
+
+        if problems := [*check_layers(model, read_config(source.parent), known)]:
+            raise ModelError(*problems)
     if model.cut:
         _cut(onnx_model, model)
     # An input that the cut removes needs no value; a name that no input has is an error.
