@@ -107,7 +107,8 @@ def compile_models(
 
     The same as ``epcontext compile``, without a report. Nothing is written if a model fails.
 
-    ``models``: one file, several, or files by name. The default name is the file's stem.
+    ``models``: one file, several, or files by name. The default name is the file's stem. A folder of
+    onnxruntime-genai becomes a part of a model package.
     ``output``: a folder; or for one model the context model's own file, which ends with ``.onnx``. A folder
     that ends with ``.ortpackage`` becomes a model package.
     ``provider``: a name of ``docs/providers.md``, or ONNX Runtime's name of the EP.
@@ -141,6 +142,7 @@ def compile_models(
     """
     output = Path(output)
     named = _by_name(models, output)
+    compile_tool.check_output(output, named.values())
     config = configure(named, provider, _settings(settings, provider_options, dims))
 
     def run(planned: Plan, staging: Path) -> Result:

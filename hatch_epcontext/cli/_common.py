@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from hatch_epcontext.config.environ import PREFIX, REPORT_SUFFIXES, environment_or_error
-from hatch_epcontext.config.paths import NO_HOME, default_root
+from hatch_epcontext.config.paths import NO_HOME, default_root, is_genai_folder
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.files import temp_dir
@@ -20,7 +20,7 @@ from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import IncompleteError, build, build_with_report, open_cache
 from hatch_epcontext.package.manifest import FILE
-from hatch_epcontext.text import count, printable, show_size
+from hatch_epcontext.text import count, printable, show_size, to_toml
 
 Command = Callable[..., Any]
 
@@ -42,7 +42,26 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         click.echo("  ".join(line).rstrip())
 
 
-existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+class _ModelFile(click.Path):
+    """A file, and no folder of onnxruntime-genai."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if is_genai_folder(Path(value)):
+            message = (
+                f"{value} is a language model, and this command is for single models. "
+                f"{advice_for_folder(value)}\nOr compile it: epcontext compile {value} -o OUT.ortpackage"
+            )
+            self.fail(message, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def advice_for_folder(path: str) -> str:
+    """What to do with the language model in the folder ``path``."""
+    entry = to_toml({"path": path, "context-length": 2048})
+    return f"List it: models = [{entry}]"
+
+
+existing_file = _ModelFile(exists=True, dir_okay=False, path_type=Path)
 existing_folder = click.Path(exists=True, file_okay=False, path_type=Path)
 
 

@@ -163,15 +163,21 @@ def provider_option(*, required: bool = True) -> Callable[[Command], Command]:
     )
 
 
-def models_argument(*, required: bool = True) -> Callable[[Command], Command]:
+def models_argument(
+    *, required: bool = True, type_: click.Path = existing_file
+) -> Callable[[Command], Command]:
     """``MODEL...``."""
     return click.argument(
         "models",
         nargs=-1,
         required=required,
         metavar="MODEL..." if required else "[MODEL...]",
-        type=existing_file,
+        type=type_,
     )
+
+
+_OF_ARGUMENTS = ((), ("path",), ("targets",))
+"""The keys of a model that are no flags."""
 
 
 class SettingNames(KeyNames):
@@ -188,7 +194,7 @@ class SettingNames(KeyNames):
         if index is None:
             return f"--set {dotted(parts)}" if parts not in _PROVIDER else "--provider"
         path = str(list(self._models.values())[index])
-        return f"{path}: --set {dotted(parts)}" if parts else path
+        return f"{path}: --set {dotted(parts)}" if parts not in _OF_ARGUMENTS else path
 
     def targets(self, names: tuple[str, ...]) -> str:
         """Nothing: there is only one."""

@@ -23,7 +23,7 @@ from hatch_epcontext.cli._settings import (
     use_flag_names,
 )
 from hatch_epcontext.text import show_size
-from hatch_epcontext.tools.compiling import compile_models, is_package
+from hatch_epcontext.tools.compiling import check_output, compile_models, is_package
 from hatch_epcontext.tools.configure import SHARED, configure, name_models
 
 _HEADLINE = "compiling failed, nothing is written"
@@ -38,7 +38,7 @@ Examples:
 
 
 @click.command("compile", epilog=_EXAMPLES)
-@models_argument()
+@models_argument(type_=click.Path(exists=True, path_type=Path))
 @click.option(
     "-o",
     "--output",
@@ -75,7 +75,8 @@ def command(
 ) -> None:
     """Compile any models, and validate the results.
 
-    Each MODEL is compiled and validated as in a build. Names of dimensions and inputs apply to all models; to
+    Each MODEL is compiled and validated as in a build. A folder of onnxruntime-genai becomes a model package,
+    with what is compiled beside it. Names of dimensions and inputs apply to all models; to
     one model with its name before them: --dim decoder:length=1. If shapes stay open, as for the CPU, --dim
     and --shape only size the dummy inputs; --set static-shapes=true fixes them. A model package has the
     source models too, unless all machines run what is compiled; --set fallback=none leaves them out.
@@ -84,6 +85,7 @@ def command(
         raise click.UsageError("--share-weights is for two models or more.")
     named = name_models(models, output)
     use_flag_names(named, _HEADLINE)
+    check_output(output, named.values())
     config = configure(named, provider, settings)
     run = partial(run_plan, verbose=verbose, name=output.name, report=report)
     compiled = compile_models(config, output, run, overwrite=overwrite)

@@ -21,7 +21,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tomlkit.items import AoT, Array
 
-from hatch_epcontext.cli._common import Command, echo, existing_file, failed_jobs, warn
+from hatch_epcontext.cli._common import (
+    Command,
+    advice_for_folder,
+    echo,
+    existing_file,
+    failed_jobs,
+    warn,
+)
 from hatch_epcontext.cli._settings import (
     HATCHLING,
     Project,
@@ -341,8 +348,8 @@ def _read(pyproject: Pyproject, named: tuple[Path, ...]) -> Iterator[NewModel]:
     files = named or tuple(_files(root, ".onnx"))
     language = dict.fromkeys(f.parent for f in files if is_genai_folder(f.parent))
     for folder in language:
-        entry = to_toml({"path": os.path.relpath(folder, root), "context-length": 2048})
-        warn(f"{folder} is a language model, and is left out. List it: models = [{entry}]")
+        advice = advice_for_folder(Path(os.path.relpath(folder, root)).as_posix())
+        warn(f"{folder} is a language model, and is left out. {advice}")
     with Workers(TIMEOUT) as workers:
         for path in (file for file in files if file.parent not in language):
             # A link in the project is inside, wherever its target is.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hatch_epcontext.config.paths import is_genai_folder
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Key, Kind, OutputError, Problem
 from hatch_epcontext.files import replace_files, sweep, temp_dir
@@ -47,6 +48,18 @@ class CompileResult:
 def is_package(output: Path) -> bool:
     """Whether ``output`` is the folder of a model package, by its name."""
     return output.suffix == ".ortpackage"
+
+
+def check_output(output: Path, models: Iterable[Path]) -> None:
+    """Raise ConfigError for a language model among ``models``, unless ``output`` is a model package."""
+    folder = next(filter(is_genai_folder, models), None)
+    if folder is not None and not is_package(output):
+        message = (
+            "is a language model, a folder of onnxruntime-genai, which opens what is compiled only inside of "
+            "the folder."
+        )
+        hint = "Give an output that ends with .ortpackage."
+        raise ConfigError(Problem(Kind.NOT_APPLICABLE, str(folder), message, hint))
 
 
 def compile_models(config: Config, output: Path, run: Run, *, overwrite: bool) -> CompileResult:

@@ -81,7 +81,7 @@ def name_models(models: Sequence[Path], output: Path | None = None) -> dict[str,
         return {file_name(output.stem.removesuffix("_ctx"), "_"): path for path in models}
     names: dict[str, Path] = {}
     for path in models:
-        name = file_name(path.stem, "_")
+        name = file_name(path.name if path.is_dir() else path.stem, "_")
         if name in names:
             message = (
                 f"{names[name]} and {path} both have the name {name}, and so would their results."

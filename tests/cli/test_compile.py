@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.conftest import Cli, problems
 from tests.conftest import needs, needs_qnn
+from tests.language_models import make_folder
 from tests.models import network, parsed, save
 
 QNN = ("-p", "qnn", "--set", "chip=snapdragon-x-elite")
@@ -267,3 +268,19 @@ def test_a_file_that_counts_at_load_time_is_shipped_and_no_path_is_written(
     assert "/tables" not in manifest
     assert f"{{file}}/{shipped.parent.name}/own.bin" in manifest
     cli("validate", tmp_path / "moved")
+
+
+def test_a_language_model_becomes_a_model_package(cli: Cli, tmp_path: Path) -> None:
+    folder, package = make_folder(tmp_path / "llama-3.2"), tmp_path / "llama.ortpackage"
+    error = cli("compile", folder, "-o", tmp_path / "out", "-p", "qnn", code=2).stderr
+    assert f"{folder}: EPC007" in error
+    assert "is a language model, a folder of onnxruntime-genai" in error
+    assert "Give an output that ends with .ortpackage." in error
+    error = cli("compile", folder, "-o", package, "-p", "cuda", code=2).stderr
+    assert f"{folder}: EPC007\n    names cuda, and a folder" in error
+    cli("compile", folder, "-o", package, "-p", "cpu")
+    assert (package / "llama-3.2" / "tokenizer.json").is_file()
+    error = cli("bench", folder, "-p", "cpu", code=2).stderr
+    assert "is a language model, and this command is for single models" in error
+    error = cli("compile", folder / "model.onnx", "-o", package, "-p", "cpu", code=2).stderr
+    assert f"{folder / 'model.onnx'}: EPC029" in error
