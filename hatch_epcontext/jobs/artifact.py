@@ -14,6 +14,7 @@ from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.jobs.search import Attempt, Search
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.worker.results import (
+    Answer,
     ModelFacts,
     Validated,
     Validation,
@@ -84,12 +85,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Built:
-    """A finished job, in the form that won its ``search``, and its artifact."""
+    """A finished job, in the form that won its ``search``, its artifact, and what onnxruntime-genai answers
+    with a language model.
+    """
 
     job: Job
     artifact: Artifact
     search: Search
     cached: bool
+    answers: tuple[Answer, ...] = ()
 
     @property
     def attempt(self) -> Attempt:

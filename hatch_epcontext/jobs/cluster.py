@@ -36,13 +36,19 @@ from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.recipe import Record
-from hatch_epcontext.jobs.requirements import check_environment, requirements, versions_of
+from hatch_epcontext.jobs.requirements import (
+    GENAI,
+    check_environment,
+    requirements,
+    versions_of,
+)
 from hatch_epcontext.jobs.search import Search
 from hatch_epcontext.jobs.sources import input_files
 from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import hide_credentials, pairs
+from hatch_epcontext.worker.results import Answer
 
 CONNECT_SECONDS = 10.0
 """Seconds in which the scheduler must answer."""
@@ -73,12 +79,13 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The result of a job: the ``record`` of its artifact, with files in the shared cache, and its
-    ``search``; or its problems.
+    """The result of a job: the ``record`` of its artifact, with files in the shared cache, its ``search``,
+    and the answers of a language model; or its problems.
     """
 
     record: Record | None = None
     search: Search | None = None
+    answers: tuple[Answer, ...] = ()
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -135,14 +142,24 @@ class Cluster:
             cached = replace(job, target=replace(job.target, from_cache=True))
             built = run_job(self._build, cached)
             record = built.artifact.record
-            if record.versions == versions:
+            if record.versions == versions and (built.answers or not self._are_due(built)):
                 return replace(built, job=record.recipe.form_of(job))
         shutil.rmtree(self._build.staging / PACKAGE / job.folder, ignore_errors=True)
         return None
 
+    def _are_due(self, built: Built) -> bool:
+        """Whether the answers with ``built``, a language model, are to be compared."""
+        # Imported here: few projects have a language model.
+        from hatch_epcontext.jobs.genai import is_due
+
+        return built.job.may_answer and is_due(self._build, built)
+
     def _run(self, job: Job, needed: Mapping[str, str]) -> Built:
         """The result of a worker that has what is ``needed``; it is stored in the cache of the build."""
-        sources = {model.name: self._build.sources[model.name] for model in job.models}
+        names = [model.name for model in job.models]
+        # Of a language model the whole folder answers.
+        names += [model.configured_name for model in job.models[:1] if job.may_answer]
+        sources = {name: self._build.sources[name] for name in names}
         inputs = (*(model.validate.inputs for model in job.models), job.target.calibration)
         named = [path for path in inputs if path not in ("", *SYNTHETIC)]
         named += (file.path for file in job.target.files)
@@ -166,7 +183,7 @@ class Cluster:
         folder = self._build.staging / PACKAGE / job.folder
         self._transport.fetch_files(record.files, folder)
         artifact, form = Artifact(folder, record), record.recipe.form_of(job)
-        built = Built(form, artifact, search, cached=False)
+        built = Built(form, artifact, search, cached=False, answers=outcome.answers)
         store_result(self._build, job, built)
         return built
 
@@ -249,7 +266,8 @@ def look(text: str, needed: Mapping[str, str], dask_worker: Any) -> Mapping[str,
     job = from_json(text, Job)
     where = f"the worker {dask_worker.name} ({dask_worker.address})"
     try:
-        installed = check_environment((job.target,), requirements((job.target,)))
+        needed_here = (*requirements((job.target,)), *((GENAI,) if job.may_answer else ()))
+        installed = check_environment((job.target,), needed_here)
     except EpcontextError as error:
         raise BuildError(
             *(replace(p, location="", message=f"on {where}: {p.message}") for p in error.problems)
@@ -305,4 +323,4 @@ def _run_job(task: Task, worker: Any, folder: Path) -> TaskResult:
     record = built.artifact.record
     for name in record.files:
         transport.send_file(built.artifact.folder / name)
-    return TaskResult(record, built.search)
+    return TaskResult(record, built.search, built.answers)

@@ -7,16 +7,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from hatch_epcontext.config.genai import read_config
 from hatch_epcontext.config.settings import GENAI_CONFIG, Model
-from hatch_epcontext.errors import BuildError, Kind, Problem
+from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy, symlink_or_copy
-from hatch_epcontext.jobs.artifact import Built, FailureReport, Result, Source
-from hatch_epcontext.jobs.job import run_job
-from hatch_epcontext.jobs.plan import FORMAT
+from hatch_epcontext.jobs.artifact import Built, Result, Source
+from hatch_epcontext.jobs.plan import FORMAT, Job
 from hatch_epcontext.jobs.requirements import installed
 from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.serialize import value_sha256
@@ -114,54 +112,66 @@ def _overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[st
     return result
 
 
-def compare_answers(build: Build, result: Result, log: Callable[[str], None]) -> Result:
-    """``result``, in which language models that answer otherwise than the CPU are failures.
+def is_due(build: Build, built: Built) -> bool:
+    """Whether onnxruntime-genai is to answer with ``built``, which was run here, in minutes."""
+    source = build.sources.get(built.job.models[0].configured_name)
+    was_run = all(v.status in _RUN for v in built.validations.values())
+    is_small = source is not None and source.size < _MAX_SIMULATED
+    return built.job.may_answer and was_run and is_small
 
-    ``log`` gets a line for each that was compared.
+
+def answers_key(build: Build, built: Built) -> str:
+    """What identifies the answers with ``built``: the files, and what genai is told of them."""
+    source = build.sources[built.job.models[0].configured_name]
+    records = (source.records, built.artifact.record.files)
+    files = [{name: file.sha256 for name, file in record.items()} for record in records]
+    return value_sha256([FORMAT, _limits(source.model), _overlay([built], build.sources), files])
+
+
+def compare_answers(
+    build: Build, built: Built, run_alone: Callable[[], Sequence[Built]]
+) -> tuple[Answer, ...]:
+    """What onnxruntime-genai answers with ``built``; none if that is not due, or cannot be run here.
+
+    ``run_alone`` gives what is run in place of ``built``. Raises BuildError if it answers otherwise than on
+    the CPU.
     """
-    failures, failed = list[FailureReport](), list[Built]()
-    for place, own in _by_target(result).items():
-        job, where = own[0].job, place.replace("/", " -> ")
-        limit = job.models[0].tolerance_for(job.target)
-        try:
-            if limit is not None and (answers := _answers(build, result, place, own)):
-                _check(answers, limit.snr)
-                snr = min(answer.snr for answer in answers)
-                what = f"{count(len(answers), 'prompt')} as on the CPU ({snr:.0f} dB)"
-                log(f"{where}: onnxruntime-genai answers {what}")
-        except BuildError as error:
-            problems = error.located(where, step="validation").problems
-            failures.append(FailureReport.of(job, problems))
-            failed += own
-            log(f"{where} ({job.target.provider.name}): FAILED")
-    kept = tuple(built for built in result.built if built not in failed)
-    return replace(result, built=kept, failures=tuple(failures))
+    job = built.job
+    limit = job.models[0].tolerance_for(job.target)
+    if limit is None or not is_due(build, built):
+        return ()
+    where, key = f"{job.models[0].configured_name} -> {job.target.name}", answers_key(build, built)
+    try:
+        answers = build.cache.get("facts", key, tuple[Answer, ...]) or ()
+        if not answers and not job.target.from_cache and can_answer(job):
+            answers = _converse(build, job, where, run_alone())
+            build.cache.put("facts", key, answers)
+        _check(answers, limit.snr)
+    except BuildError as error:
+        raise error.located(where, step="validation") from error
+    return answers
 
 
-def _answers(build: Build, result: Result, place: str, own: Sequence[Built]) -> Sequence[Answer]:
-    """The answers with what was compiled into ``own``; none if this machine cannot run it, or need not."""
+def can_answer(job: Job) -> bool:
+    """Whether this Python has onnxruntime-genai; raises UnavailableError if it is required."""
+    if installed(_PACKAGE) is not None:
+        return True
+    if required := [model for model in job.models if model.validate.mode == "require"]:
+        message = f'{_PACKAGE} is not installed, which answers prompts, and validate is "require".'
+        setting = Setting(required[0].key / "validate", "auto")
+        hint = "Install it, or check only what this environment can:"
+        raise UnavailableError(Problem(Kind.NOT_RUN, "", message, hint, settings=(setting,)))
+    return False
+
+
+def _converse(build: Build, job: Job, where: str, results: Sequence[Built]) -> tuple[Answer, ...]:
+    """The answers with what was compiled into ``results``, in a copy of the folder."""
     from hatch_epcontext.worker.requests import ConverseRequest
 
-    sources = {source.model.name: source for source in result.sources}
-    target, stage = own[0].job.target, own[0].job.models[0]
-    source, plugin = sources[stage.configured_name], target.plugin
-    was_run = all(v.status in _RUN for built in own for v in built.validations.values())
-    # Without a simulator it is a GPU's, which needs another distribution of onnxruntime-genai.
-    is_fast = bool(target.provider.simulator) and source.size < _MAX_SIMULATED
-    if not (was_run and is_fast and plugin and stage.genai):
-        return ()
-    texts = overlays(result)
-    changes = texts[f"{stage.configured_name}/{SOURCE}"]
-    records = [source.records, *(built.artifact.record.files for built in own)]
-    files = [{name: file.sha256 for name, file in record.items()} for record in records]
-    key = value_sha256([FORMAT, changes, texts[place], files, installed(_PACKAGE)])
-    stored = build.cache.get("facts", key, tuple[Answer, ...])
-    if stored or target.from_cache or installed(_PACKAGE) is None:
-        return stored or ()
-    # Only a device opens contexts that share weights: another process would crash.
-    jobs = [job for job in build.jobs if job.folder in {built.job.folder for built in own}]
-    results = [run_job(build, alone) for job in jobs for alone in job.alone] or own
-    scratch = build.scratch("converse")
+    stage, target = job.models[0], job.target
+    assert stage.genai is not None, "only a language model answers"
+    assert target.plugin is not None, "an EP with a simulator is one"
+    source, scratch = build.sources[stage.configured_name], build.scratch("converse")
     moved = scratch.with_name(f"{scratch.name}-moved")
     with writing("a copy to validate", moved):
         for name, file in zip(source.records, source.files, strict=True):
@@ -170,12 +180,11 @@ def _answers(build: Build, result: Result, place: str, own: Sequence[Built]) -> 
         for built in results:
             inside = moved / built.job.folder.partition("/")[2]
             shutil.copytree(built.artifact.folder, inside, copy_function=link_or_copy)
-    compiled = json.dumps(_overlay(results, sources))
-    request = ConverseRequest(str(moved), json.dumps(changes), compiled, plugin, stage.genai.chunk)
+    changes = (json.dumps(_limits(source.model)), json.dumps(_overlay(results, build.sources)))
+    request = ConverseRequest(str(moved), *changes, target.plugin, stage.genai.chunk)
     with build.device(target):
-        answers = build.workers.call(request, scratch, location=place, step="validation")
+        answers = build.workers.call(request, scratch, location=where, step="validation")
     shutil.rmtree(moved)
-    build.cache.put("facts", key, answers)
     return answers
 
 

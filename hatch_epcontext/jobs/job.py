@@ -38,7 +38,7 @@ from hatch_epcontext.jobs.search import (
 from hatch_epcontext.jobs.sources import input_files
 from hatch_epcontext.jobs.steps import Build, Steps
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.worker.results import Context, Validated, Validation, ValidationStatus
+from hatch_epcontext.worker.results import Answer, Context, Validated, Validation, ValidationStatus
 
 _ANNOUNCED = 10.0
 """Seconds after which a job prints a line for each recipe."""
@@ -52,7 +52,8 @@ def run_job(build: Build, job: Job) -> Built:
     steps = Steps(build, build.scratch("prepared"))
     try:
         run = _JobRun(build, job, steps)
-        return run.from_cache() if job.target.from_cache else run.compiled()
+        built = run.from_cache() if job.target.from_cache else run.compiled()
+        return replace(built, answers=run.compare_answers(built)) if job.may_answer else built
     except BuildError as error:
         raise job.located(error) from error
     finally:
@@ -72,6 +73,11 @@ def store_result(build: Build, job: Job, built: Built) -> None:
     cache.put("artifacts", artifact, record, built.artifact.folder)
     cache.put("searches", key, built.search.to_store(build.day))
     cache.put("refs", own, artifact)
+    if built.answers:
+        # Imported here: few projects have a language model.
+        from hatch_epcontext.jobs.genai import answers_key
+
+        cache.put("facts", answers_key(build, built), built.answers)
 
 
 class _JobRun:
@@ -269,17 +275,30 @@ class _JobRun:
             raise self._not_cached(reason, step="validation")
         if reason := form.reason_not_to_open:
             alone = [job for job in self._job.alone if job.models == (model,)]
-            for job in alone:
-                if job.folder not in self._alone:
-                    try:
-                        run = _JobRun(self._build, job, self._steps)
-                        self._alone[job.folder] = run.compiled()
-                    except BuildError as error:
-                        raise job.located(error) from error
-            built = (self._alone[job.folder] for job in alone)
+            built = map(self._run_alone, alone)
             return worst_of_alone([b.validated[model.name] for b in built], reason)
         with self._files_unchanged():
             return self._steps.validate(form, model, artifact, context)
+
+    def _run_alone(self, job: Job) -> Built:
+        """The result of one of the jobs that are run instead of this one."""
+        if job.folder not in self._alone:
+            try:
+                self._alone[job.folder] = _JobRun(self._build, job, self._steps).compiled()
+            except BuildError as error:
+                raise job.located(error) from error
+        return self._alone[job.folder]
+
+    def compare_answers(self, built: Built) -> tuple[Answer, ...]:
+        """What onnxruntime-genai answers with ``built``; see `genai.compare_answers`."""
+        # Imported here: few projects have a language model.
+        from hatch_epcontext.jobs.genai import compare_answers
+
+        # Only a device opens contexts that share weights: another process would crash.
+        alone = self._job.alone
+        return compare_answers(
+            self._build, built, lambda: [*map(self._run_alone, alone)] or [built]
+        )
 
     def _built(self, search: Search, winner: Attempt) -> Built:
         """The result; raises BuildError if more must be known of it."""

@@ -103,6 +103,17 @@ class Job:
         )
 
     @property
+    def may_answer(self) -> bool:
+        """Whether onnxruntime-genai is to answer with the result: all stages, which a simulator runs.
+
+        A GPU needs another distribution of it.
+        """
+        model, provider = self.models[0], self.target.provider
+        is_run = model.validate.mode in ("auto", "require") and model.tolerance_for(self.target)
+        is_whole = model.shape_set is None or len(self.models) == len(model.shape_set.members)
+        return bool(model.genai and provider.simulator and is_run and is_whole)
+
+    @property
     def may_dequantize(self) -> bool:
         """Whether the target leaves open that dynamic quantization is undone."""
         settings = self.target.settings
@@ -162,20 +173,16 @@ class Plan:
 
 def plan(config: Config) -> Plan:
     """The plan for ``config``; raises ConfigError when its targets cannot be built in one environment."""
-    return Plan(config, jobs_of(config), _requirements(config))
+    jobs = jobs_of(config)
+    return Plan(config, jobs, _requirements(config, jobs))
 
 
-def _requirements(config: Config) -> tuple[str, ...]:
+def _requirements(config: Config, jobs: Iterable[Job]) -> tuple[str, ...]:
     if config.environment.only_from_cache:
         return ()
     if config.build.scheduler is not None:
         return FARM
-    answers = any(
-        target.provider.simulator and not target.from_cache
-        for model in config.models
-        if model.genai is not None and model.validate.mode in ("auto", "require")
-        for target in model.targets
-    )
+    answers = any(job.may_answer and not job.target.from_cache for job in jobs)
     return (*requirements(config.targets), *((GENAI,) if answers else ()))
 
 

@@ -173,6 +173,14 @@ def describe_emulation(emulation: Emulation) -> str:
     return f"{emulation.format} emulated on {count(emulation.samples, 'input')}, {snr}"
 
 
+def summarize_answers(built: Built) -> str:
+    """One line for a language model whose answers were compared."""
+    snr = min(answer.snr for answer in built.answers)
+    what = f"{count(len(built.answers), 'prompt')} as on the CPU ({snr:.0f} dB)"
+    model, target = built.job.models[0].configured_name, built.job.target.name
+    return f"{model} -> {target}: onnxruntime-genai answers {what}"
+
+
 def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     """What the validation of the model ``name`` leaves open, in lines."""
     where = "(validate.inputs, or --inputs on the command line)"

@@ -20,7 +20,12 @@ from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.report import make_report, summarize, validation_warnings
+from hatch_epcontext.jobs.report import (
+    make_report,
+    summarize,
+    summarize_answers,
+    validation_warnings,
+)
 from hatch_epcontext.jobs.requirements import check_environment, versions_of
 from hatch_epcontext.jobs.sources import cut_plan, read_sources
 from hatch_epcontext.jobs.steps import Build
@@ -118,11 +123,6 @@ def build(
             largest = max((source.size for source in begun.sources.values()), default=0)
             at_once = jobs_at_once(settings.jobs, largest)
             result = _run(begun, partial(run_job, begun), at_once, log, warn or log)
-            if not result.failures and any(source.model.genai for source in result.sources):
-                # Imported here: few projects have a language model.
-                from hatch_epcontext.jobs.genai import compare_answers
-
-                result = compare_answers(begun, result, log)
         else:
             from hatch_epcontext.jobs.cluster import Cluster
 
@@ -214,6 +214,8 @@ def _run(
                 else:
                     built.append(finished)
                     log(summarize(finished, seconds))
+                    if finished.answers:
+                        log(summarize_answers(finished))
                     for name, validation in finished.validations.items():
                         for line in validation_warnings(f"{job.target.name}: {name}", validation):
                             warn(line)

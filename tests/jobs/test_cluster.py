@@ -35,7 +35,8 @@ from hatch_epcontext.jobs.requirements import FARM
 from hatch_epcontext.jobs.run import build, open_cache
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.worker.results import ValidationStatus
-from tests.conftest import REPOSITORY, make_record, needs_qnn, wait_for
+from tests.conftest import REPOSITORY, make_record, needs, needs_qnn, wait_for
+from tests.language_models import make_folder
 from tests.models import network, save, save_with_data, unknown_operator
 
 pytestmark = pytest.mark.slow
@@ -436,6 +437,33 @@ def test_a_group_that_was_validated_alone_on_a_worker_is_known_to_later_builds(
         (known,) = run(toml, environ).built
         assert known.cached
         assert known.validations.keys() == built.validations.keys()
+
+
+LLAMA = """
+models = [{ path = "models/llama", context-length = 160 }]
+targets.npu = { provider = "qnn", chip = "snapdragon-x-elite", resources = { NPU = 1 } }
+"""
+
+
+@needs_qnn
+@needs("onnxruntime_genai")
+def test_a_language_model_answers_on_a_worker(
+    run: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(run.root / "models" / "llama")
+    (built,) = run(LLAMA).built
+    assert [answer.others for answer in built.answers] == [0, 0]
+    line = "llama -> npu: onnxruntime-genai answers 2 prompts as on the CPU"
+    assert any(text.startswith(line) for text in run.log)
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster_module.Cluster, "_run", None)
+        for environ in ({}, LOCAL, {"FROM_CACHE": "all"}):
+            assert run(LLAMA, environ).built[0].answers == built.answers
+    # A token of the prompts fills chunks.
+    make_folder(run.root / "models" / "llama", pad_token_id=100)
+    problem = run.problem(LLAMA)
+    assert (problem.where(), problem.kind) == ("llama -> npu: validation", Kind.OUTPUT_DIFFERS)
+    assert run.problem(LLAMA).kind is Kind.OUTPUT_DIFFERS
 
 
 @needs_qnn
