@@ -66,7 +66,7 @@ class Environment:
     """
 
     skip: bool = declare("Builds a wheel without models, and installs nothing for them.", False)
-    targets: tuple[str, ...] | None = declare("Builds only these targets.")
+    targets: tuple[str, ...] | None = declare("Builds only these targets, and checks no others.")
     from_cache: tuple[str, ...] | None = declare(
         "Takes these targets only from the cache, whatever is installed: see "
         "[several ONNX Runtimes](targets.md#several-onnx-runtimes). With `all` the build needs no "

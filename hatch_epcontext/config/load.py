@@ -101,7 +101,7 @@ def _load(
         return None
     parsed, mistyped = collect(from_toml(table, RootTable, Key()))
     mistyped = [_with_model(_with_owner(problem), table) for problem in mistyped]
-    yield from mistyped
+    yield from (problem for problem in mistyped if _is_selected(problem, environment))
     models, invalid = collect(Resolver(parsed, environment, finder).models())
     invalid += (_with_model(problem, table) for problem in _check_values(parsed, ()))
     build = dataclasses.replace(parsed.build, **environment.build)
@@ -109,8 +109,17 @@ def _load(
     if cluster.isdisjoint(problem.key for problem in (*mistyped, *invalid)):
         invalid += _check_build(build, environment)
     # An invalid part was left out: report nothing else about it.
-    yield from (one for one in invalid if not _is_about(one, mistyped))
+    own = (problem for problem in invalid if not _is_about(problem, mistyped))
+    yield from (problem for problem in own if _is_selected(problem, environment))
     return partial(_config, finder.root, parsed, build, models, environment)
+
+
+def _is_selected(problem: Problem, environment: Environment) -> bool:
+    """Whether ``problem`` concerns what is built: a target that is left out may be for another machine."""
+    parts = problem.key.parts if problem.key else ()
+    inside = parts[2:] if parts[:1] == ("models",) else parts
+    is_of_target = inside[:1] == ("targets",) and len(inside) > 1
+    return environment.targets is None or not is_of_target or inside[1] in environment.targets
 
 
 def _with_owner(problem: Problem) -> Problem:

@@ -126,8 +126,7 @@ class Resolver:
 
     def _selected(self, model: Model) -> Model:
         """``model`` with those of its targets that the environment selects."""
-        names = self._environment.targets
-        targets = [target for target in model.targets if names is None or target.name in names]
+        targets = [target for target in model.targets if self._is_selected(target.name)]
         compiled = [t for t in targets if not (model.genai and t.provider.product == "optimized")]
         companions = {**{t.name: t.companion for t in compiled}, SOURCE: model.companion}
         modules = {
@@ -135,6 +134,11 @@ class Resolver:
         }
         modules = modules if any(modules.values()) else {}
         return dataclasses.replace(model, targets=tuple(targets), companion_modules=modules)
+
+    def _is_selected(self, name: str) -> bool:
+        """Whether the environment selects the target."""
+        names = self._environment.targets
+        return names is None or name in names
 
     def _relative(self, path: Path) -> str:
         inside = path.is_relative_to(self._root)
@@ -184,7 +188,9 @@ class Resolver:
             # Imported here: few projects have a language model.
             from hatch_epcontext.config.genai import read_folder
 
-            path, table, genai = yield from read_folder(key, table, path, self._targets)
+            # What others lack is no fault of this build.
+            selected = {n: t if self._is_selected(n) else None for n, t in self._targets.items()}
+            path, table, genai = yield from read_folder(key, table, path, selected)
             fallback = fallback if isinstance(fallback, FallbackTable) else "source"
         else:
             yield from self._check_single(key, table, path)

@@ -353,3 +353,12 @@ def test_a_target_that_onnxruntime_genai_does_not_run_is_left_out_for_a_folder(
     )
     assert setting.value == {"other": False}
     assert read(project, model + CPU + target).models
+
+
+def test_what_another_target_needs_is_not_needed_where_it_is_left_out(
+    project: Path, folder: Path
+) -> None:
+    toml = 'models = ["models/llama"]\n' + NPU + RTX
+    assert [problem.kind for problem in problems(project, toml).values()] == [Kind.INVALID_FOLDER]
+    (model,) = read(project, toml, TARGETS="rtx").models
+    assert [target.name for target in model.targets] == ["rtx"]

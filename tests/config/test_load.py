@@ -250,3 +250,17 @@ def test_a_mistyped_key_of_a_model_names_the_model(project: Path, name: str, sho
         load(project, parse(toml), {}, {})
     for key in ("fallback", "foo"):
         assert f"tool.epcontext.models[0].{key} ({shown}): EPC" in str(raised.value)
+
+
+def test_a_target_that_is_left_out_may_be_wrong(project: Path) -> None:
+    toml = """
+    targets.rtx = { provider = "tensorrt-rtx", chip = "rtx-40" }
+    targets.npu = { provider = "qnn", device = "fpga", quantize = { inputs = "none.npz" }, mistyped = 1 }
+    targets.other = { provider = "plugin", min-coverage = 2 }
+    models = [{ path = "models/a.onnx", targets.npu.provider-options = { soc_model = "one" } }]
+    """
+    (model,) = read(project, toml, TARGETS="rtx").models
+    assert [target.name for target in model.targets] == ["rtx"]
+    wrong = problems(project, toml, TARGETS="npu")
+    assert wrong.keys() >= {"targets.npu.device", "targets.npu.mistyped"}
+    assert not any("other" in key for key in wrong)
