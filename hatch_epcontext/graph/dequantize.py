@@ -60,6 +60,12 @@ def is_quantized(onnx_model: onnx.ModelProto) -> bool:
     return "QuantizeLinear" in names or is_dynamic(onnx_model)
 
 
+def is_static(onnx_model: onnx.ModelProto) -> bool:
+    """Whether `dequantize` undoes the static quantization of a model: that of operators as a whole stays."""
+    names = {node.op_type for node in graph.nodes(onnx_model.graph)}
+    return "QuantizeLinear" in names and not any(name.startswith("QLinear") for name in names)
+
+
 def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
     """Undo dynamic quantization in ``model``, in place, and return the number of operators undone.
 

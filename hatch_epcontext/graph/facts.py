@@ -95,12 +95,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Declined:
-    """Why ``rewrite`` leaves a ``node`` of ``operator`` as it is: a ``reason`` such as "it has two axes"."""
+    """Why ``rewrite`` leaves a ``node`` of ``operator`` as it is: a ``reason`` such as "it has two axes".
+
+    ``nodes``: how many the graph would get, if a limit on these is the reason; else 0.
+    """
 
     reason: str
     rewrite: str = ""
     operator: str = ""
     node: str = ""
+    nodes: int = 0
 
 
 @dataclass(frozen=True)

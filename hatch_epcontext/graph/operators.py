@@ -51,6 +51,9 @@ DYNAMIC_QUANTIZATION = frozenset(
 )
 """Operators of models that quantize activations while they run, with their domains. NPUs support none."""
 
+REPEATING = frozenset({"GRU", "LSTM", "Loop", "RNN"})
+"""Operators that repeat what they compute for each step, and that can be unrolled."""
+
 SHAPES = frozenset({"Shape", "Size"})
 """Operators whose outputs depend on the shape of their input only."""
 

@@ -70,6 +70,49 @@ def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str], key: 
     return Part((*begin, *also), outputs, tuple(sorted(nodes)))
 
 
+def cut_around(scope: Scope, values: Collection[str]) -> Cut | None:
+    """A cut that keeps what comes before the nodes that compute ``values``, or what comes after them.
+
+    The larger of both parts. None if it keeps nothing, or would be at a value that is no tensor of a known
+    type.
+    """
+    makers = {scope.makers[name] for name in values}
+    above = {*scope.above(values)}
+    below, changed = set(makers), {*values}
+    for index, node in enumerate(scope.nodes):
+        if not changed.isdisjoint(scope.reads[index]):
+            below.add(index)
+            changed.update(node.output)
+    ends = {value.name for value in scope.body.output}
+    made = {name for i, node in enumerate(scope.nodes) if i not in below for name in node.output}
+    read = {name for index in below for name in scope.reads[index]} | ends
+    before = Cut(outputs=tuple(n for n in scope.makers if n in made & read and scope.depends([n])))
+    rest = [index for index in range(len(scope.nodes)) if index not in above]
+    results = {name for index in rest for name in scope.nodes[index].output}
+    needed = {name for index in rest for name in scope.reads[index]} - results
+    own = {value.name for value in graph.inputs(scope.body)}
+    after = Cut(
+        tuple(name for name in (*own, *scope.makers) if name in needed),
+        tuple(value.name for value in scope.body.output if value.name in results),
+    )
+    kept = [cut for cut in (before, after) if cut.outputs and _is_valid(scope, cut)]
+    sizes = {before: len(scope.nodes) - len(below), after: len(rest)}
+    return max(kept, key=sizes.__getitem__, default=None)
+
+
+def _is_valid(scope: Scope, cut: Cut) -> bool:
+    """Whether ``cut`` is at tensors of known types, and keeps a part of the graph of ``scope``."""
+    if any(
+        scope.dtype(name) is None or scope.sizes(name) is None for name in cut.inputs + cut.outputs
+    ):
+        return False
+    try:
+        part_between(scope.body, cut, (), Key())
+    except ModelError:
+        return False
+    return True
+
+
 def _wrong(key: Key, message: str, hint: str | None) -> ModelError:
     return ModelError(Problem.at(key, Kind.INVALID_CUT, message, hint))
 

@@ -12,7 +12,8 @@ import onnx
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.facts import Deciders, Limits, NodeFacts
+from hatch_epcontext.graph.facts import Cut, Deciders, Limits, NodeFacts
+from hatch_epcontext.graph.parts import cut_around
 from hatch_epcontext.graph.scope import Scope
 
 _TRIVIAL = operators.LAYOUT | {"Cast"}
@@ -58,13 +59,15 @@ class Findings:
     """The ``refused`` nodes among the ``counted`` ones, which depend on the values of inputs.
 
     ``is_growing``: whether preparation may turn few nodes into many, so that their number means little.
-    ``is_trivial``: whether none of the other nodes is worth a context.
+    ``is_trivial``: whether none of the other nodes is worth a context. ``cut``: one that leaves out the
+    refused nodes, if there is one at tensors of known types.
     """
 
     counted: int
     refused: tuple[NodeFacts, ...]
     is_growing: bool
     is_trivial: bool
+    cut: Cut | None = None
 
     @property
     def share(self) -> float:
@@ -86,10 +89,15 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
     scope = Scope.of(model)
     functions = {(function.domain, function.name) for function in model.functions}
     nodes = (node for node in scope.counted if (node.domain, node.op_type) not in functions)
-    refused = tuple(filter(None, (_refused(node, limits, scope) for node in nodes)))
+    pairs = [(node, facts) for node in nodes if (facts := _refused(node, limits, scope))]
+    refused = tuple(facts for _, facts in pairs)
     others = Counter(map(graph.operator, scope.counted)) - Counter(node.op for node in refused)
     is_growing = bool(functions) or any(map(graph.inner_graphs, scope.counted))
-    return Findings(len(scope.counted), refused, is_growing, _TRIVIAL.issuperset(others))
+    is_trivial = _TRIVIAL.issuperset(others)
+    cut = None
+    if refused and not is_trivial:
+        cut = cut_around(scope, [name for node, _ in pairs for name in node.output if name])
+    return Findings(len(scope.counted), refused, is_growing, is_trivial, cut)
 
 
 def _refused(node: onnx.NodeProto, limits: Limits, scope: Scope) -> NodeFacts | None:

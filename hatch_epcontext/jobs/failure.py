@@ -7,17 +7,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.settings import Model, Target
+from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import Advice, BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph.facts import Declined, NodeFacts, describe_nodes, freeze
-from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION
+from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION, REPEATING
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, Search
 from hatch_epcontext.shipped import CPU_EP
+from hatch_epcontext.text import listing
 from hatch_epcontext.worker.results import Coverage
 
 _CPU = "cpu"
 """The provider for the CPU, and the usual name of its target."""
+
+_MAX_GROUPS = 8
+"""The most lines of nodes that a message has: those of the main graph come before those inside loops."""
 
 _OF_THE_EP = (
     *(Kind.NOTHING_COMPILED, Kind.LOW_COVERAGE, Kind.COMPILE_FAILED, Kind.WORKER_CRASHED),
@@ -49,7 +53,8 @@ def failure(
             problem
             for model, context in zip(form.models, contexts, strict=True)
             if (problem := low_coverage(context.coverage, form.target, model, [*declined.values()]))
-        )[:1]
+        )
+        problems = _with_lowest_limit(problems, form.target.place("min-coverage"), cause.share)
     else:
         # Without dynamic quantization, if that was undone; or of the last simplifier, if none works.
         refused = [attempt for attempt in attempts if attempt.stopped_in == "compile"]
@@ -61,9 +66,56 @@ def failure(
         again = f"This was tried before ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
         first = replace(first, message=f"{first.message}\n{again}")
     first = replace(first, tried=search.notes(cause))
-    if cause.stopped_in != "prepare" and first.kind in _OF_THE_EP:
+    if not differing:
+        first = _with_unrolling(first, job, attempts)
+    if _is_broken(job, cause, attempts):
+        hint = (
+            "ONNX Runtime cannot open the model for the CPU either. Export it anew, for a newer opset, or "
+            "convert it with onnx.version_converter (not tried)."
+        )
+        first = replace(first, hint=hint, settings=())
+    elif cause.stopped_in != "prepare" and first.kind in _OF_THE_EP:
         first = _with_last_remedy(first, job, jobs)
     return BuildError(first, *others)
+
+
+def _is_broken(job: Job, cause: Attempt, tried: Iterable[Attempt]) -> bool:
+    """Whether no simplifier takes the models of ``job``, and the EP refuses them as they are."""
+    failed = (a.refused for a in tried if a.refused and a.refused.step == "prepare")
+    is_broken = any(refused.problems and not refused.is_accident for refused in failed)
+    has_simplifiers = job.target.settings.optimization != "none"
+    is_plain = cause.stopped_in == "compile" and cause.recipe.simplifier == "none"
+    return is_broken and has_simplifiers and is_plain
+
+
+def _with_lowest_limit(problems: Sequence[Problem], key: Key, share: float) -> tuple[Problem, ...]:
+    """``problems`` with one value at ``key``, that all models keep: the ``share`` of the least covered."""
+    limit = Setting(key, math.floor(100 * share) / 100)
+    return tuple(
+        replace(p, settings=tuple(limit if s.key == key else s for s in p.settings))
+        for p in problems
+    )
+
+
+def _with_unrolling(problem: Problem, job: Job, tried: Iterable[Attempt]) -> Problem:
+    """``problem``, with a limit that allows to unroll what the EP refuses, if that is known to help first."""
+    target = job.target
+    larger = [reason for a in tried for reason in a.declined if reason.nodes]
+    operators = {reason.operator for reason in larger}
+    number = sum({reason.rewrite: reason.nodes for reason in larger}.values())
+    # Rewriting the result may add some.
+    limit = math.ceil(1.1 * number / 1000) * 1000
+    if not target.settings.unroll_limit:
+        uncovered = (node for a in tried for c in a.coverages for node in c.uncovered)
+        operators = {node.op for node in uncovered} & REPEATING
+        limit = CompileSettings.unroll_limit
+    if not operators:
+        return problem
+    hint = f"Unroll the nodes of {listing(sorted(operators))} into a copy for each step"
+    hint += f": about {number:,} nodes (not tried)." if number else " (not tried)."
+    rest = f" Or: {problem.hint[0].lower()}{problem.hint[1:]}" if problem.hint else ""
+    settings = (Setting(target.place("unroll-limit"), limit), *problem.settings)
+    return replace(problem, hint=f"{hint}{rest}", settings=settings)
 
 
 def _with_last_remedy(problem: Problem, job: Job, jobs: Iterable[Job]) -> Problem:
@@ -106,11 +158,17 @@ def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
         # Only the user knows whether the model may have fixed sizes.
         cause = (
             "The target leaves dimensions open; the EP may compile the model with the configured sizes (not "
-            "tried):"
+            "tried)."
         )
         fixed = Setting(job.target.place("static-shapes"), True)
         settings = (*first.settings, fixed)
         first = replace(first, causes=(*first.causes, cause), settings=settings)
+    form = job.target.settings
+    is_quantized = attempt.refused is not None and attempt.refused.quantized
+    if is_quantized and form.dequantize != "all" and not form.quantize:
+        cause = "Or undo the quantization, which makes the model larger (not tried)."
+        floats = Setting(job.target.place("dequantize"), "all")
+        first = replace(first, causes=(*first.causes, cause), settings=(floats, *first.settings))
     return first, *others
 
 
@@ -127,7 +185,10 @@ def low_coverage(
     coverage = replace(coverage, uncovered=missing)
     hint, settings = _advice(coverage, target, model.key)
     groups = [*describe_nodes(_with_declined(node, declined) for node in coverage.uncovered)]
-    left = f" {groups[0]}." if len(groups) == 1 else "".join(f"\n  {nodes}" for nodes in groups)
+    shown = [f"\n  {nodes}" for nodes in groups[:_MAX_GROUPS]]
+    if len(groups) > _MAX_GROUPS:
+        shown.append(f"\n  and {len(groups) - _MAX_GROUPS} more operators")
+    left = f" {groups[0]}." if len(groups) == 1 else "".join(shown)
     return Problem(
         Kind.LOW_COVERAGE,
         "",
@@ -159,9 +220,7 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
     if is_quantized and target.settings.dequantize != "all" and not target.settings.quantize:
         hint = "Undo the quantization of the weights, which makes the model larger (not tried)."
         return hint, (Setting(target.place("dequantize"), "all"),)
-    # Each layer of a transformer has one: no part would be left.
-    cuts = "" if any(node.op.endswith("Attention") for node in nodes) else ", or cut it before them"
-    return f"Change the model at these nodes{cuts} (not tried).", ()
+    return "Change the model at these nodes (not tried).", ()
 
 
 def _with_declined(node: NodeFacts, declined: Sequence[Declined]) -> NodeFacts:

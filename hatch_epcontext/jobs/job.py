@@ -406,7 +406,7 @@ def check_required(job: Job, model: Model, validation: Validation) -> None:
                 Kind.NOT_RUN,
                 "",
                 f'{reason.rstrip(".")}, and validate is "require".',
-                "Build on another machine, or check only what this one can:",
+                "Build on another machine, or check only what this one can.",
                 settings=(Setting(validate if only_mode else validate / "mode", "auto"),),
                 step="validation",
             )
@@ -417,7 +417,7 @@ def check_required(job: Job, model: Model, validation: Validation) -> None:
             "",
             f"the comparison of the output {agreement.output!r} is inconclusive, because "
             f'{agreement.reason}, and validate is "require".',
-            "Give real inputs:",
+            "Give real inputs.",
             settings=(Setting(validate / "inputs", "samples.npz"),),
             step="validation",
         )

@@ -94,6 +94,7 @@ class Refused:
     is nothing to change (``"change"``), or the EP refuses the result (``"compile"``).
 
     ``rewrites``: what was done to the models. ``is_accident``: whether another build may not meet it.
+    ``quantized``: whether a model is statically quantized.
     """
 
     step: Literal["prepare", "change", "compile"]
@@ -101,6 +102,7 @@ class Refused:
     control_flow: tuple[str, ...] = ()
     rewrites: tuple[str, ...] = ()
     is_accident: bool = False
+    quantized: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no build writes, but a cache may contain."""

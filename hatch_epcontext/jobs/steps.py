@@ -127,7 +127,9 @@ class Steps:
             except BuildError as error:
                 changes = (name for p in preparations for name in (*p.options, *p.rewrites))
                 refused = replace(
-                    _refused("compile", error, recipe), rewrites=tuple(dict.fromkeys(changes))
+                    _refused("compile", error, recipe),
+                    rewrites=tuple(dict.fromkeys(changes)),
+                    quantized=any(model.quantized for model in prepared),
                 )
                 return replace(attempt, refused=refused)
         versions = self.build.versions[job.target.name]

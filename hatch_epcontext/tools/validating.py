@@ -171,7 +171,7 @@ def _not_run(reason: str, location: str = "") -> UnavailableError:
     """The error for an artifact that does not run on its EP here."""
     message, hint = (
         f"{reason}.",
-        "Validate it on a machine that can run it, or allow that it is not run:",
+        "Validate it on a machine that can run it, or allow that it is not run.",
     )
     how = Setting(Key() / "validate", "auto")
     return UnavailableError(Problem(Kind.NOT_RUN, location, message, hint, settings=(how,)))

@@ -42,7 +42,7 @@ from hatch_epcontext.worker.session import (
 )
 from hatch_epcontext.worker.source import on_conditions
 
-_CHANGE = "Change the model there, or keep only the part before or after it (not tried)."
+_CHANGE = "Change the model there, or keep only the part before or after it with cut (not tried)."
 
 
 def compile_context(
@@ -341,18 +341,18 @@ def _refused_graph(
     refused: Callable[[], str],
 ) -> LibraryError | None:
     """The error of a graph that ONNX Runtime or the EP's compiler refuses, if a node is known."""
-    settings: tuple[Setting, ...] = () if key is None else (Setting(key / "cut"),)
+    settings: tuple[Setting, ...] = ()
     if words := provider.error_in_words(message):
         hint = _CHANGE
         if decides := on_conditions(source, key):
             # The node may be in a branch that never runs.
-            hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1] + settings
+            hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1]
         return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
     if nodes := refused():
         # The nodes that it leaves to the CPU may cause the failure, as by a type that they pass to the rest.
         reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
         words = f"{provider.ep} failed: {reason}. {nodes}"
-        return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, _CHANGE, settings=settings))
+        return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, _CHANGE))
     return None
 
 

@@ -82,7 +82,7 @@ class Prepared:
     with the outputs of the source model on the CPU, if they were compared and fit into one. ``applicable``:
     the rewrites for a number format that may change it. ``changed``: whether the request that made it changed
     the model. ``dropped``: the rewrites that this left out because they were wrong, each with the reason;
-    ``declined``: why others left refused nodes as they are.
+    ``declined``: why others left refused nodes as they are. ``quantized``: if it has static quantization.
     """
 
     preparation: Preparation
@@ -93,6 +93,7 @@ class Prepared:
     changed: bool = True
     dropped: tuple[str, ...] = ()
     declined: tuple[Declined, ...] = ()
+    quantized: bool = False
 
 
 @dataclass(frozen=True)

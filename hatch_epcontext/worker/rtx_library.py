@@ -97,7 +97,7 @@ def compile_with_library(
     network.name = result.stem
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(prepared)):
-        raise LibraryError(_not_parsed(parser, model, fused))
+        raise LibraryError(_not_parsed(parser, fused))
     if problems := [*_other_tensors(network, source.graph)]:
         raise RefusedError(*problems)
     config = _configured(trt, builder, network, target, key)
@@ -215,7 +215,7 @@ def _log(trt: Any) -> Any:
     return Log()
 
 
-def _not_parsed(parser: Any, model: Model | None, fused: Sequence[onnx.NodeProto]) -> Problem:
+def _not_parsed(parser: Any, fused: Sequence[onnx.NodeProto]) -> Problem:
     """The problem of a model with nodes that the library's parser does not take."""
     errors = [parser.get_error(index) for index in range(parser.num_errors)]
     named = [error for error in errors if error.node_operator()]
@@ -226,12 +226,11 @@ def _not_parsed(parser: Any, model: Model | None, fused: Sequence[onnx.NodeProto
     shown = listing(list(nodes)[:_MAX_NODES]) if nodes else "the model"
     more = f" and {len(nodes) - _MAX_NODES} more" if len(nodes) > _MAX_NODES else ""
     message = f"TensorRT RTX does not take {shown}{more}{': ' if why else ''}{'; '.join(why)}."
-    settings = () if model is None else (Setting(model.key / "cut"),)
-    hint = "Change the model there, or keep only the part before or after it (not tried)."
+    hint = "Change the model there, or keep only the part before or after it with cut (not tried)."
     if any(node.op_type.endswith("Attention") for node in fused):
         # Each layer has one: no part is left.
-        hint, settings = f"{_OF_THE_EP} Or change the model there (not tried).", ()
-    return Problem(Kind.COMPILE_FAILED, "", message, hint, settings=settings)
+        hint = f"{_OF_THE_EP} Or change the model there (not tried)."
+    return Problem(Kind.COMPILE_FAILED, "", message, hint)
 
 
 def _not_built(reasons: Sequence[str], target: Target, fused: Sequence[onnx.NodeProto]) -> Problem:

@@ -32,6 +32,9 @@ from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.inputs import constant, sized
 
+_OLDEST = 7
+"""The first opset whose operators ONNX Runtime promises to have."""
+
 _MAX_NAMED = 3
 """The most nodes that a message names."""
 
@@ -266,6 +269,12 @@ def _source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pr
     message = f"the source model itself cannot be run on the CPU: {str(error).strip()}"
     if "Load model from" in message:
         hint = "Correct the model: no EP gets a model that ONNX Runtime cannot load."
+        return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint)
+    if "NOT_IMPLEMENTED" in message and (opset := graph.opset(fixed)) < _OLDEST:
+        hint = (
+            f"The model has opset {opset}, and ONNX Runtime has all operators from opset {_OLDEST} on. "
+            "Export it anew, or convert it with onnx.version_converter (not tried)."
+        )
         return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint)
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     if unsized := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:

@@ -61,7 +61,7 @@ def test_a_tail_that_no_npu_takes_is_refused(
     (problem,) = problems(graph_of(f"{PRODUCT} z = {node}", f"{output} z"), provider)
     assert problem.kind is Kind.NOT_COMPILABLE
     assert word in problem.message
-    assert str(problem.settings[0]) == "tool.epcontext.models[0].cut"
+    assert str(problem.settings[0]) == 'tool.epcontext.models[0].cut = { outputs = ["y"] }'
 
 
 def test_a_model_that_is_all_trees_gets_the_cpu_provider_and_no_cut() -> None:
@@ -86,9 +86,9 @@ def test_min_coverage_counts() -> None:
 def test_what_is_between_parts_that_can_be_compiled_is_to_be_cut_away() -> None:
     nodes = f"{PRODUCT} s = {ML}.Scaler (y) z = MatMul (s, w)"
     (problem,) = problems(graph_of(nodes, "float[1, 4] z"))
-    assert "Keep only the part before or after them" in (problem.hint or "")
+    assert "Keep only the part before them" in (problem.hint or "")
     assert [str(each) for each in problem.settings] == [
-        "tool.epcontext.models[0].cut",
+        'tool.epcontext.models[0].cut = { outputs = ["y"] }',
         f"{problem.settings[1].key} = 0.6",
     ]
 

@@ -33,9 +33,13 @@ def test_uncovered_operators_are_named(project: Path) -> None:
         "compiled 2 of 3 nodes (66.7%), and min-coverage is 100.0%. Left to the CPU: GRU rnn."
         in text
     )
-    assert "Change the model at these nodes, or cut it before them (not tried)." in text
-    text = failure(Coverage(3, 2, 1, (NodeFacts("a", "com.microsoft.Attention"),)), project)
     assert "Change the model at these nodes (not tried)." in text
+
+
+def test_only_the_first_operators_have_lines_of_their_own(project: Path) -> None:
+    nodes = tuple(NodeFacts(f"n{index}", f"Op{index}") for index in range(12))
+    text = failure(Coverage(20, 8, 1, nodes), project)
+    assert "Op7 n7\n      and 4 more operators" in text
 
 
 def test_shapes_that_depend_on_the_data_are_named_as_the_reason(project: Path) -> None:

@@ -614,3 +614,23 @@ def test_what_an_earlier_build_tried_has_its_day_and_the_keys_of_this_project(
         "tool.epcontext.targets.t.profiles",
     ]
     assert problem.settings[0].key.model == "models/a.onnx"
+
+
+def test_a_group_gets_a_coverage_that_all_its_models_keep(project: Path) -> None:
+    member = 'path = "models/a.onnx", share-weights = "g"'
+    toml = f"""
+    targets.qnn = {{ provider = "qnn", chip = "snapdragon-x-elite" }}
+    models = [{{ {member} }}, {{ name = "b", {member} }}]
+    """
+    (job,) = plan(configured(project, toml)).jobs
+    ep = Ep({"plain": ("If", "Clip")})
+    plain = next(attempt for attempt in ep.finish(search_for()).attempts if attempt.record)
+    assert plain.record is not None
+    (context,) = plain.record.contexts
+    assert context.coverage is not None
+    worse = replace(context, coverage=replace(context.coverage, compiled=5))
+    record = replace(
+        plain.record, contexts=(context, worse), preparations=plain.record.preparations * 2
+    )
+    problems = failure(job, search_for(), [replace(plain, record=record)]).problems
+    assert [problem.settings[0].value for problem in problems] == [0.5, 0.5]

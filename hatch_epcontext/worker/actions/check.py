@@ -13,7 +13,9 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Advice, Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import graph, refusals
 from hatch_epcontext.graph.dequantize import is_dynamic
-from hatch_epcontext.graph.facts import TensorFacts, describe_nodes, freeze
+from hatch_epcontext.graph.facts import Cut, TensorFacts, describe_nodes, freeze
+from hatch_epcontext.graph.parts import cut_around
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.inputs import check_inputs, sized
 from hatch_epcontext.worker.protocol import step
@@ -64,7 +66,9 @@ def _check_model(model: Model) -> ModelFacts:
         fix_shapes(onnx_model, model)
     inputs = _inputs(onnx_model)
     outputs = tuple(map(graph.facts, onnx_model.graph.output))
-    outputs_problems = [*_check_types(outputs, "output", model)]
+    no_tensors = [tensor.name for tensor in outputs if tensor.dtype.endswith("_type")]
+    cut = cut_around(Scope.of(onnx_model), no_tensors) if no_tensors else None
+    outputs_problems = [*_check_types(outputs, "output", model, _cut_settings(cut, model))]
     # The EPs for fixed shapes, and those of a library without profiles, by whether their targets fix them.
     eps = {
         target.settings.static_shapes: target.settings.ep
@@ -124,7 +128,7 @@ def _check_target(
                 Kind.UNSUPPORTED_OUTPUT,
                 f"the model lists the output {listing(map(repr, twice))} more than once, and an EP context "
                 "can have it only once.",
-                "Keep each output once:",
+                "Keep each output once.",
                 Setting(model.key / "cut", {"outputs": list(names)}),
             )
 
@@ -164,27 +168,43 @@ def _advise(findings: refusals.Findings, model: Model, target: Target) -> Advice
             'with the cpu provider (provider = "cpu"; not tried).'
         )
         return hint, ()
-    hint = (
-        "Keep only the part before or after them, and compute the rest in the app; or let the CPU compute "
-        "them, with a lower min-coverage (not tried)."
-    )
     # Rounded down: preparation also removes nodes that can be compiled.
-    share = math.floor(9 * findings.share) / 10
-    return hint, (Setting(model.key / "cut"), Setting(target.place("min-coverage"), share))
+    share = Setting(target.place("min-coverage"), math.floor(9 * findings.share) / 10)
+    hint = "Let the CPU compute them, with a lower min-coverage (not tried)."
+    if not (settings := _cut_settings(findings.cut, model)):
+        return hint, (share,)
+    part = "after" if findings.cut and findings.cut.inputs else "before"
+    first = f"Keep only the part {part} them, and compute the rest in the app"
+    return f"{first}; or let{hint[3:]}", (*settings, share)
+
+
+def _cut_settings(cut: Cut | None, model: Model) -> tuple[Setting, ...]:
+    """The setting that cuts ``model`` so, unless it is cut already: there may be no such tensors then."""
+    if cut is None or model.cut:
+        return ()
+    ends = {"inputs": [*cut.inputs], "outputs": [*cut.outputs]}
+    return (Setting(model.key / "cut", {end: names for end, names in ends.items() if names}),)
 
 
 def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
     return tuple(map(graph.facts, graph.inputs(model.graph)))
 
 
-def _check_types(tensors: Iterable[TensorFacts], noun: str, model: Model) -> Iterator[Problem]:
-    """Problems of inputs and outputs that are no tensors, or of a type that ONNX Runtime does not run."""
+def _check_types(
+    tensors: Iterable[TensorFacts], noun: str, model: Model, cut: tuple[Setting, ...] = ()
+) -> Iterator[Problem]:
+    """Problems of inputs and outputs that are no tensors, or of a type that ONNX Runtime does not run.
+
+    ``cut``: what leaves out those that are no tensors, if that is possible.
+    """
     kind = Kind.UNSUPPORTED_INPUT if noun == "input" else Kind.UNSUPPORTED_OUTPUT
     for tensor in tensors:
         if tensor.dtype.endswith("_type") or (noun == "input" and tensor.dtype == "unknown"):
             message = f"the {noun} {tensor.name!r} is not a tensor: {tensor.dtype}."
-            hint = "Keep the tensors that it is made of, or change the model there (not tried)."
-            yield Problem.at(model.key, kind, message, hint, Setting(model.key / "cut"))
+            hint = "Change the model there (not tried)."
+            if cut:
+                hint = "Keep the tensors that it is made of, or change the model there (not tried)."
+            yield Problem.at(model.key, kind, message, hint, *cut)
         elif tensor.dtype.startswith("complex"):
             message = f"the {noun} {tensor.name!r} is {tensor.dtype}, and ONNX Runtime has no such tensors."
             hint = "Change its type in the model, such as to float32 with a last dimension of 2."

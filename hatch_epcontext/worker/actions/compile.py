@@ -122,7 +122,7 @@ def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
         return error
     chips = [name for name, chip in target.provider.chips.items() if chip.source]
     place = Setting(target.place("chip"), chips)
-    hint = "Or compile without the EP and its device (not tried):"
+    hint = "Or compile without the EP and its device (not tried)."
     return UnavailableError(
         *(
             replace(problem, hint="\n".join(filter(None, (problem.hint, hint))), settings=(place,))

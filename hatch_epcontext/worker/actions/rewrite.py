@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,6 +51,9 @@ _EXACT, _ROUNDED = 80.0, 50.0
 those that a rewrite must then keep.
 """
 
+_MOST_NODES = 50_000
+"""The most nodes of a graph up to which they are counted: EPs take hours for more."""
+
 _MAX_ROUNDS = 8
 """How often an unrolled model is simplified and unrolled again."""
 
@@ -72,6 +75,9 @@ def handle(request: RewriteRequest) -> Prepared:
     for rewrite in candidates:
         try:
             result = work.rewrite((*kept, rewrite))
+        except TooManyNodesError as error:
+            declined |= dict.fromkeys(work.too_many(rewrite, error))
+            continue
         except Exception as error:
             dropped.append(_dropped(rewrite.name, error))
             continue
@@ -85,8 +91,7 @@ def handle(request: RewriteRequest) -> Prepared:
 def _dropped(name: str, error: Exception) -> str:
     """Why the change ``name`` was left out; ONNX Runtime raises many types for graphs that it cannot open."""
     message = error.problems[0].message if isinstance(error, EpcontextError) else str(error)
-    key = " (unroll-limit)" if isinstance(error, TooManyNodesError) else ""
-    return f"{name}: {' '.join(message.splitlines())}{key}"
+    return f"{name}: {' '.join(message.splitlines())}"
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,21 @@ class _RewriteSession:
             dropped=(),
             declined=declined,
         )
+
+    def too_many(self, rewrite: Rewrite, error: TooManyNodesError) -> Iterator[Declined]:
+        """The refused nodes that ``rewrite`` leaves as they are because of a limit."""
+        model = onnx.load(self.request.before.path, load_external_data=False)
+        operators = rewrite.operators & (self.refused or rewrite.operators)
+        nodes = [node for node in graph.nodes(model.graph) if node.name not in self.kept]
+        own = [(graph.operator(node), node.name) for node in nodes]
+        number, reason = 0, f"{error} (unroll-limit)"
+        with contextlib.suppress(TooManyNodesError):
+            apply(model, [rewrite], self.refused, self.types, _MOST_NODES, self.kept)
+            number = len(graph.compute_nodes(model.graph))
+            reason = f"the graph would get {number:,} nodes, more than unroll-limit"
+        for operator, name in own:
+            if operator in operators:
+                yield Declined(reason, rewrite.name, operator, name, number)
 
     def write(self, model: onnx.ModelProto, source: Path) -> tuple[Path, ort.InferenceSession]:
         """Write ``model``, whose external data is in ``source``, simplified if allowed.

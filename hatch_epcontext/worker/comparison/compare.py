@@ -198,9 +198,9 @@ def _advice(
         if are_given:
             advice = ": do not ship it for this target" if what == "the compiled model" else ""
             return f"{wrong}{advice}.", None
-        hint = f"{wrong}. If the app never has such inputs, give its real ones:"
+        hint = f"{wrong}. If the app never has such inputs, give its real ones."
         return hint, Setting(key / "inputs", "samples.npz")
-    hint = "Find the cause, or allow more if that is acceptable (not tried: other inputs may need more):"
+    hint = "Find the cause, or allow more if that is acceptable (not tried: other inputs may need more)."
     return hint, Setting(key / "tolerance", {"outputs": {agreement.output: needed}})
 
 

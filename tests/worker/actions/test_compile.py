@@ -217,7 +217,7 @@ def test_a_failure_of_the_compiler_names_what_the_ep_refuses(tmp_path: Path) -> 
     message = r"failed: .*\. It refuses Cast cast \(.* float64\); Exp exp \(.* float64\)\."
     with pytest.raises(BuildError, match=message) as raised:
         compile_context(path, tmp_path / "b.onnx", to, model=Model("a", path, MODEL))
-    assert raised.value.problems[0].settings == (CUT,)
+    assert raised.value.problems[0].settings == ()
 
 
 def choosing(dtype: str) -> onnx.GraphProto:
@@ -226,7 +226,7 @@ def choosing(dtype: str) -> onnx.GraphProto:
     return parsed(f"({dtype} x) => (float y) {{ {nodes} }}", check=False).graph
 
 
-FROZEN, CUT = Setting(MODEL / "constants" / "x"), Setting(MODEL / "cut")
+FROZEN = Setting(MODEL / "constants" / "x")
 NOTHING = "Unable to compile any nodes"
 UNCONVERTED = (
     "-- Conv-11 with a message:\nWhile validating ONNX node '<Node(Conv): then/y>': Check 'false' "
@@ -242,9 +242,9 @@ UNCONVERTED = (
         ("qnn", NOTHING, "float", MODEL, "It has If, which few EPs compile", ()),
         ("qnn", NOTHING, "bool", None, "It has If, which few EPs compile", ()),
         ("openvino", UNCONVERTED, "int64", MODEL,
-         "cannot convert the node Conv(?s:.*)branch of the If 'choice'", (FROZEN, CUT)),
+         "cannot convert the node Conv(?s:.*)branch of the If 'choice'", (FROZEN,)),
         ("openvino", UNCONVERTED, "float", MODEL,
-         "cannot convert the node Conv(?s:(?!.*branch of))", (CUT,)),
+         "cannot convert the node Conv(?s:(?!.*branch of))", ()),
     ],
 )  # fmt: skip
 def test_an_error_of_the_compiler_is_explained_with_what_chooses_a_branch(

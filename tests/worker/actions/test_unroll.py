@@ -96,7 +96,9 @@ def test_the_limit_is_named(tmp_path: Path) -> None:
     path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", limit=5)
     assert not reply.changed
-    assert "more than 5 nodes (unroll-limit)" in reply.dropped[0]
+    loops = [(reason.operator, reason.nodes) for reason in reply.declined]
+    assert loops == [("Loop", 15)]
+    assert "more than unroll-limit" in reply.declined[0].reason
 
 
 def test_a_layer_with_external_data_is_unrolled(tmp_path: Path) -> None:
