@@ -14,6 +14,7 @@ RewriteName = Literal[
     "square",
     "mean",
     "clip-inputs",
+    "int64-outputs",
     "log-power",
     "variance",
     "scaled-square",
@@ -21,7 +22,7 @@ RewriteName = Literal[
 ]
 """The rewrites of nodes that EPs compute wrong, or inexactly, in float16: see `rewrites.precise`."""
 
-ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs")
+ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs", "int64-outputs")
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
 FOR_RANGES: tuple[RewriteName, ...] = ("log-power", "variance", "scaled-square")
@@ -83,7 +84,8 @@ class NumberFormat:
 
     ``seen``: where that was measured, such as "the simulator of onnxruntime-qnn 2.7.0"; empty if it was not:
     then its emulation decides nothing. ``inexact``: operators whose kernels are less exact than the format.
-    ``has_reciprocals``: whether a / b is a * (1 / b), where 1 / b is rounded too.
+    ``has_reciprocals``: whether a / b is a * (1 / b), where 1 / b is rounded too. ``also``: the rewrites that
+    avoid faults of the EP which no float decides.
     """
 
     name: Literal["float16", "bfloat16"]
@@ -94,6 +96,7 @@ class NumberFormat:
     faults: tuple[Fault, ...] = ()
     inexact: frozenset[str] = frozenset()
     has_reciprocals: bool = False
+    also: frozenset[RewriteName] = frozenset()
 
     def faults_of(self, operator: str) -> tuple[Fault, ...]:
         """The faults that nodes of ``operator`` may have."""
@@ -103,7 +106,11 @@ class NumberFormat:
     def rewrites(self) -> frozenset[RewriteName]:
         """Those of `ALWAYS` and `CORRECTIONS` that avoid a fault of the format."""
         avoided = {fault.rewrite for fault in self.faults if fault.rewrite}
-        return frozenset(avoided) | (_FOR_SMALL_RANGES if self.name == "float16" else frozenset())
+        return (
+            self.also
+            | frozenset(avoided)
+            | (_FOR_SMALL_RANGES if self.name == "float16" else frozenset())
+        )
 
 
 FLOAT16 = NumberFormat("float16", 65504.0, 65504.0)

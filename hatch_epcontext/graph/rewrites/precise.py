@@ -83,6 +83,50 @@ def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [value]
 
 
+_TRANSPOSED = frozenset(
+    """
+    AveragePool BatchNormalization Conv ConvTranspose DepthToSpace GlobalAveragePool GlobalMaxPool GridSample
+    InstanceNormalization LRN LpPool MaxPool QLinearConv Resize SpaceToDepth Transpose Upsample
+    """.split()  # noqa: SIM905
+)
+"""Transpose, and the operators around which ONNX Runtime adds one where an EP wants channels last."""
+
+_MOVED_PAST = tuple(
+    """
+    Abs Add ArgMax ArgMin Cast Clip Concat Div Identity Max Min Mod Mul Neg Pad Pow ReduceMax ReduceMin
+    ReduceSum Relu Reshape Sign Slice Split Squeeze Sub Tile Transpose Unsqueeze Where
+    """.split()  # noqa: SIM905
+)
+"""Operators of int64 behind which ONNX Runtime moves a Transpose."""
+
+_NOT_MOVED_PAST = operators.GATHERS | {
+    *("CumSum", "Expand", "Gemm", "MatMul", "ScatterElements", "ScatterND", "TopK", "Trilu")
+}
+
+
+def _int64_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """An Expand to its own shape behind a node with an int64 output of the graph, as far as a Transpose
+    could be moved there.
+    """
+    ends = _int64_outputs(scope.body).intersection(node.output)
+    above = scope.above(
+        ends, lambda name: scope.nodes[scope.makers[name]].op_type not in _NOT_MOVED_PAST
+    )
+    if _TRANSPOSED.isdisjoint(scope.nodes[index].op_type for index in above):
+        return None
+    values = builder.add_like(node, node.op_type, node.input)
+    for index, name in enumerate(node.output):
+        shape = scope.shape(name)
+        if name in ends and shape:
+            values[index] = builder.add("Expand", values[index], builder.integers(shape))
+    return values
+
+
+def _int64_outputs(main: onnx.GraphProto) -> set[str]:
+    int64 = onnx.TensorProto.INT64
+    return {value.name for value in main.output if value.type.tensor_type.elem_type == int64}
+
+
 _FUSING = FUSING | {"Add", "Sub"}
 _FUSED_THROUGH = operators.RESHAPING | {"Mul", "Slice", "Split"}
 """Operators that EPs fuse with an activation, and those that may come between."""
@@ -218,6 +262,7 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
     "square": (_power, ("Pow",)),
     "mean": (_mean, ("Mul", "Div")),
     "clip-inputs": (_clip, ("Clip",)),
+    "int64-outputs": (_int64_output, _MOVED_PAST),
     "log-power": (_log_power, ("Log",)),
     "variance": (_variance, ("Sub",)),
     "scaled-square": (_root_mean, ("Sqrt",)),
@@ -239,5 +284,8 @@ def applicable(model: onnx.ModelProto) -> tuple[RewriteName, ...]:
         # No sum is divided.
         operators -= PRECISE["mean"].operators
     return tuple(
-        name for name, rewrite in PRECISE.items() if not operators.isdisjoint(rewrite.operators)
+        name
+        for name, rewrite in PRECISE.items()
+        if not operators.isdisjoint(rewrite.operators)
+        and (name != "int64-outputs" or _int64_outputs(model.graph))
     )

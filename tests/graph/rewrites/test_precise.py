@@ -11,6 +11,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, RewriteName
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
@@ -246,6 +247,7 @@ STAYING = {
         "total = ReduceMax(x) y = Div(total, count)",
     ],
     "clip-inputs": ["y = Clip(x, one)"],
+    "int64-outputs": ["i = Transpose(x) y = Relu(i)"],
     "unfuse-activation": [
         "y = Sigmoid(x)",
         "a = MatMul(x, w) r = Relu(a) y = Sigmoid(r)",
@@ -315,13 +317,44 @@ def test_a_sum_that_another_graph_reads_stays() -> None:
     assert untouched(model, "mean")
 
 
+PICTURES = (
+    "(float[1, 3, 4, 6] x) => (int64[{}] y) <float[5, 3, 1, 1] w, int64 one = {{1}}> {{ {} }}"
+)
+TRANSPOSED = [
+    PICTURES.format(*each)
+    for each in (
+        ("1, 1, 4, 6", "c = Conv(x, w) y = ArgMax<axis = 1>(c)"),
+        ("1, 5, 4, 6", "c = Conv(x, w) y = Cast<to = 7>(c)"),
+        ("1, 1, 4, 6", "c = Conv(x, w) a = ArgMin<axis = 1>(c) y = Add(a, one)"),
+        ("6, 4, 1", "a = ArgMax<axis = 1, keepdims = 0>(x) y = Transpose<perm = [2, 1, 0]>(a)"),
+    )
+]  # fmt: skip
+
+
+@needs_qnn
+@pytest.mark.parametrize("text", TRANSPOSED)
+def test_a_transposed_int64_output_can_be_run_on_an_npu(text: str) -> None:
+    model = parsed(text.replace("w, int64", f"w = {{{', '.join(map(str, range(15)))}}}, int64"), 17)
+    x = np.random.default_rng(1).integers(-8, 8, (1, 3, 4, 6)).astype(np.float32)
+    with pytest.raises(ort_errors.EPFail, match="does not match QNN tensor data size"):
+        on_the_npu(model, {"x": x})
+    (expected,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    assert applicable(model) == correct(model, ["int64-outputs"]) == ("int64-outputs",)
+    np.testing.assert_array_equal(on_the_npu(model, {"x": x}), expected)
+
+
+def test_an_int64_output_that_no_transpose_reaches_stays() -> None:
+    for body in ("y = ArgMax<axis = 1>(x)", "t = Transpose(x) v, y = TopK(t, k)"):
+        model = parsed(f"(float[4, 4] x) => (int64[a, b] y) <int64[1] k = {{2}}> {{ {body} }}", 17)
+        assert untouched(model, "int64-outputs")
+
+
 def on_the_npu(model: onnx.ModelProto, feeds: Mapping[str, Floats]) -> Floats:
     """The first output of QNN's simulator, which runs all of ``model``."""
-    from hatch_epcontext.worker.session import options
+    from hatch_epcontext.worker.session import open_session, options
 
     to = target("qnn", X_ELITE, session_options={"session.disable_cpu_ep_fallback": "1"})
-    session_options = options(to, to.settings.provider_options)
-    session = ort.InferenceSession(model.SerializeToString(), session_options)
+    session = open_session(model.SerializeToString(), options(to, to.settings.provider_options))
     found: Any = session.run(None, dict(feeds))[0]
     return np.asarray(found)
 
