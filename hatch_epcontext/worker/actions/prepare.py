@@ -17,13 +17,15 @@ from hatch_epcontext.graph.dequantize import is_static
 from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.compare import (
-    SIMPLIFIED,
     Subject,
     compare_runs,
-    refuse_differences,
+    refuse_form,
+    simplified_tolerance,
 )
 from hatch_epcontext.worker.comparison.reference import (
     source_reference,
+    with_jitter,
+    within_noise,
     write_float_form,
 )
 from hatch_epcontext.worker.comparison.runs import (
@@ -87,7 +89,7 @@ def handle(request: PrepareRequest) -> Prepared:
         done = precision = write_quantized(result, quantized, request)
         result, simplified = quantized, None
     if expected is not None and (simplified is not None or done is not None):
-        _compare(simplified, result, expected, request, done)
+        _compare(simplified, result, expected, request, done, form)
     prepared = load_named(result)
     preparation = Preparation(
         request.simplifier,
@@ -131,12 +133,14 @@ def _compare(
     expected: Reference,
     request: PrepareRequest,
     done: str | None,
+    form: Path,
 ) -> None:
     """Compare ``result``, which ``simplified`` has open if it is not None, with the source.
 
-    ``done``: how its numbers were changed. Raises BuildError if they differ more than that explains.
+    ``done``: how its numbers were changed; ``form``: the file of the source in the form of ``expected``.
+    Raises BuildError if they differ more than that explains, and than ONNX Runtime's fusions do.
     """
-    model, tolerance = request.model, SIMPLIFIED
+    model, tolerance = request.model, simplified_tolerance(request.model)
     if done is not None:
         tolerance = request.tolerance or tolerance
         expected = for_other_numbers(expected)
@@ -150,7 +154,10 @@ def _compare(
     name += f" before it was {done}" if done else ""
     subject = Subject(model, "the prepared model on the CPU", name)
     compared = compare_runs(session, expected, tolerance, subject)
-    refuse_differences(compared.agreements)
+    if compared.differs:
+        if done is None:
+            tolerance = within_noise(tolerance, with_jitter(form, expected).facts)
+        refuse_form(session, expected, tolerance, subject)
 
 
 def _reference(

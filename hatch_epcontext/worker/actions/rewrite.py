@@ -28,7 +28,7 @@ from hatch_epcontext.worker.comparison.compare import (
     compare_runs,
     refuse_differences,
 )
-from hatch_epcontext.worker.comparison.reference import open_rounded
+from hatch_epcontext.worker.comparison.reference import open_rounded, with_jitter, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     ReferenceRun,
@@ -220,7 +220,14 @@ class _RewriteSession:
                 allowed = max(min(own + NOTHING - GAIN, _ROUNDED), SIMPLIFIED.snr)
                 self._check(session, expected, replace(tolerance, snr=allowed), expected.runs)
             return
-        self._check(session, expected, tolerance)
+        try:
+            self._check(session, expected, tolerance)
+        except BuildError:
+            if self.request.tolerance is not None:
+                raise
+            # Fused operators of deep quantized models round differently.
+            noisy = with_jitter(Path(self.request.before.path), expected)
+            self._check(session, expected, within_noise(tolerance, noisy.facts))
 
     def _check(
         self,

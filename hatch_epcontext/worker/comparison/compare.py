@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
+from hatch_epcontext.config.tables import LimitsTable, ToleranceTable
 from hatch_epcontext.errors import RefusedError, Setting
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import count
@@ -28,6 +30,22 @@ from hatch_epcontext.worker.results import (
 
 SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
 """A simplifier may change only the order of additions."""
+
+
+def simplified_tolerance(model: Model) -> Tolerance:
+    """`SIMPLIFIED`, or what the configuration of ``model`` allows if that is more."""
+    table = model.validate.tolerance or ToleranceTable()
+    return replace(
+        SIMPLIFIED,
+        **_allowed(table),
+        outputs={output: _allowed(limits) for output, limits in table.outputs.items()},
+    )
+
+
+def _allowed(limits: LimitsTable) -> dict[str, Any]:
+    """The limits that are lower than those of `SIMPLIFIED`."""
+    own = {"snr": SIMPLIFIED.snr, "cosine": SIMPLIFIED.cosine}
+    return {name: limits.limits[name] for name in own if limits.limits.get(name, 1e9) < own[name]}
 
 
 @dataclass(frozen=True)
@@ -127,6 +145,35 @@ def refuse_differences(agreements: Iterable[Agreement]) -> None:
     """Raise RefusedError if some of the ``agreements``, of a form that a worker made, differ."""
     if problems := differences(agreements):
         raise RefusedError(*problems)
+
+
+def refuse_form(
+    session: ort.InferenceSession, reference: Reference, limits: Tolerance, subject: Subject
+) -> None:
+    """Raise RefusedError if ``session`` differs in one of the runs for a target.
+
+    All are compared: what the message advises is enough for all of them.
+    """
+    worst: dict[str, Agreement] = {}
+    for run in (run for run in reference.runs if run.on_target):
+        for agreement in compare_runs(session, reference, limits, subject, runs=[run]).agreements:
+            if agreement.differs:
+                other = worst.get(agreement.output, agreement)
+                first, second = sorted((other, agreement), key=lambda item: item.above)
+                worst[agreement.output] = replace(first, settings=_allowing_both(first, second))
+    refuse_differences(worst.values())
+
+
+def _allowing_both(first: Agreement, second: Agreement) -> tuple[Setting, ...]:
+    """The settings of ``first``, the worse difference of an output, with the limits that both need."""
+    output, limits = first.output, dict[str, float]()
+    values = [setting.value for item in (first, second) for setting in item.settings]
+    if not values or not all(isinstance(value, dict) for value in values):
+        return first.settings
+    for name, limit in (item for value in values for item in value["outputs"][output].items()):
+        loosest = max if name == "atol" else min
+        limits[name] = loosest(limit, limits.get(name, limit))
+    return (replace(first.settings[0], value={"outputs": {output: limits}}),)
 
 
 def _with_cause(

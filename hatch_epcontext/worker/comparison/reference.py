@@ -50,7 +50,7 @@ from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import FEW_SAMPLES, GAIN, Agreement, AgreementStatus
 from hatch_epcontext.worker.samples import MANY, SOME, Sample, run_samples, samples
-from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
+from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.source import ranges_for, running_source, typed_graph
 from hatch_epcontext.worker.states import state_pairs
 
@@ -416,17 +416,37 @@ def with_noise(path: Path, expected: Reference) -> Reference:
     for run in expected.runs:
         feeds = ({name: _noisy(array, rng) for name, array in fed.items()} for fed in run.steps)
         runs.append(replace(run, steps=tuple(feeds)))
-    outputs = dict(expected.facts.outputs)
     with temp_dir() as folder:
         session = open_rounded(path, folder, cpu_options())
-        for agreement in _compared(session, Reference(tuple(runs), expected.facts)):
-            own = outputs[agreement.output]
-            # Equal outputs have no noise, and NaN instead of a number says nothing of other numbers.
-            if agreement.margin is not None:
-                noise = agreement.within(own.within(_NO_LIMITS).snr)
-                outputs[agreement.output] = replace(own, noise=min(own.noise, noise))
+        noisy = _with_noise_of(session, expected, runs)
         # Windows does not remove open files.
         del session
+    return noisy
+
+
+def with_jitter(path: Path, expected: Reference) -> Reference:
+    """``expected`` with the noise of the model at ``path`` that ONNX Runtime's own fusions make on the CPU.
+
+    It computes the samples again, each node alone: in deep quantized models another order of additions
+    changes integers.
+    """
+    step("measuring the noise of ONNX Runtime's fusions")
+    options = cpu_options()
+    options.graph_optimization_level = LEVELS["none"]
+    return _with_noise_of(open_session(path, options), expected, expected.runs)
+
+
+def _with_noise_of(
+    session: ort.InferenceSession, expected: Reference, runs: Sequence[ReferenceRun]
+) -> Reference:
+    """``expected`` with the noise of ``session`` on ``runs``, the samples of ``expected`` or nearly."""
+    outputs = dict(expected.facts.outputs)
+    for agreement in _compared(session, Reference(tuple(runs), expected.facts)):
+        own = outputs[agreement.output]
+        # Equal outputs have no noise, and NaN instead of a number says nothing of other numbers.
+        if agreement.margin is not None:
+            noise = agreement.within(own.within(_NO_LIMITS).snr)
+            outputs[agreement.output] = replace(own, noise=min(own.noise, noise))
     return Reference(expected.runs, replace(expected.facts, outputs=outputs))
 
 

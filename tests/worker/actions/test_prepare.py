@@ -9,7 +9,7 @@ import pytest
 from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.config.tables import ValidateTable
+from hatch_epcontext.config.tables import LimitsTable, ToleranceTable, ValidateTable
 from hatch_epcontext.errors import BuildError, Key, ModelError
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.external import external_data
@@ -205,6 +205,53 @@ def test_a_simplifier_that_changes_the_outputs_is_an_error(
     path = save(network(1), tmp_path / "a.onnx")
     with pytest.raises(BuildError, match="differs from the source model's"):
         run(path, tmp_path, "onnxslim")
+
+
+def test_a_difference_is_allowed_by_the_setting_that_its_message_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inexact(made: onnx.ModelProto) -> onnx.ModelProto:
+        changed = numpy_helper.to_array(made.graph.initializer[2]).copy()
+        changed[:64] *= 1.1
+        made.graph.initializer[2].CopyFrom(numpy_helper.from_array(changed, "dense"))
+        return made
+
+    monkeypatch.setattr("onnxslim.slim", inexact)
+    path = save(network(1), tmp_path / "a.onnx")
+    with pytest.raises(BuildError) as caught:
+        run(path, tmp_path, "onnxslim")
+    (problem,) = caught.value.problems
+    (setting,) = problem.settings
+    assert setting.key == Key(("models", 0, "validate", "tolerance"))
+    limits = {name: LimitsTable(**table) for name, table in setting.value["outputs"].items()}
+    (tmp_path / "prepared-onnxslim").rename(tmp_path / "before")
+    table = ValidateTable(tolerance=ToleranceTable(outputs=limits))
+    assert run(path, tmp_path, "onnxslim", validate=table).preparation.nodes == 4
+
+
+def deep_quantized(layers: int = 12, size: int = 64) -> onnx.ModelProto:
+    """Products of integers, each rounded again: one that is rounded otherwise changes many behind it."""
+    rng = np.random.default_rng(0)
+    stored: dict[str, Any] = {
+        f"w{number}": rng.integers(-127, 128, (size, size)).astype(np.int8)
+        for number in range(layers)
+    }
+    body = "".join(
+        f"""q{n} = QuantizeLinear (x{n}, scale, zero) d{n} = DequantizeLinear (q{n}, scale, zero)
+        f{n} = DequantizeLinear (w{n}, small) x{n + 1} = MatMul (d{n}, f{n})"""
+        for n in range(layers)
+    )
+    return parsed(
+        f"""(float[8, {size}] x0) => (float[8, {size}] y)
+        <float scale = {{0.05}}, uint8 zero = {{128}}, float small = {{{1 / (73 * size**0.5)}}}> {{
+            {body} q = QuantizeLinear (x{layers}, scale, zero) y = DequantizeLinear (q, scale, zero) }}""",
+        **stored,
+    )
+
+
+def test_a_quantized_model_may_differ_as_much_as_the_fusions_of_the_cpu(tmp_path: Path) -> None:
+    path, table = save(deep_quantized(), tmp_path / "a.onnx"), ValidateTable()
+    assert run(path, tmp_path, "onnxruntime", validate=table).preparation.nodes > 12
 
 
 @pytest.mark.parametrize("simplifier", SIMPLIFIERS)
