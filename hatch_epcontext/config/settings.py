@@ -212,7 +212,7 @@ class Model:
     ``companion``: the distribution of the companion wheel with the source. ``companion_modules``: if there
     are companions, the import package of the one that each of its targets is in, in order and with the
     source; empty for the app's own wheel. ``content``: of a model that the build has written, identifies
-    what it was made of.
+    what it was made of. ``defaults``: the inputs that the build has frozen to their default values.
     """
 
     name: str
@@ -236,6 +236,7 @@ class Model:
     companion: str | None = None
     companion_modules: Mapping[str, str] = field(default_factory=dict)
     content: str = ""
+    defaults: tuple[str, ...] = ()
 
     def place(self, name: str) -> Key:
         """The place of ``dims`` or ``shapes`` in the configuration: of its table, if they are a list."""

@@ -341,6 +341,14 @@ def inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     return [value for value in graph.input if value.name not in stored]
 
 
+def optional_inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    """Return the inputs of ``model`` with a default value: since ONNX IR 4, those with an initializer."""
+    if model.ir_version < 4:
+        return []
+    stored = {tensor.name for tensor in model.graph.initializer}
+    return [value for value in model.graph.input if value.name in stored]
+
+
 def facts(value: onnx.ValueInfoProto) -> TensorFacts:
     """Return name, dtype and shape of an input or output. If it is no tensor, its dtype is its kind."""
     kind = value.type.WhichOneof("value")

@@ -26,17 +26,24 @@ class Part:
     nodes: tuple[int, ...]
 
 
-def part_between(main: onnx.GraphProto, cut: Cut, frozen: Collection[str], key: Key) -> Part:
+def part_between(
+    main: onnx.GraphProto,
+    cut: Cut,
+    frozen: Collection[str],
+    key: Key,
+    optional: Collection[str] = (),
+) -> Part:
     """The part of ``main`` that ``cut``, the table at ``key``, keeps.
 
-    ``frozen``: the inputs with a configured value, which a cut need not name. Raises ModelError when it keeps
+    ``frozen``: the inputs with a configured value, which a cut need not name; ``optional``: those with a
+    default value, which the app must feed if a cut names them. Raises ModelError when it keeps
     no part.
     """
     own = [value.name for value in graph.inputs(main)]
     scope = Scope(main)
     computed = list(scope.makers)
     for end, names, known in (
-        ("inputs", cut.inputs, [*own, *computed]),
+        ("inputs", cut.inputs, [*own, *optional, *computed]),
         ("outputs", cut.outputs, computed),
     ):
         for name in names:
@@ -126,9 +133,8 @@ def extract(model: onnx.ModelProto, part: Part, ends: Mapping[str, onnx.ValueInf
     kept = onnx.GraphProto(name=main.name, doc_string=main.doc_string)
     kept.node.extend(nodes)
     kept.input.extend(ends[name] for name in part.inputs)
-    # Before ONNX IR 4 an initializer had to be listed as an input too.
-    if model.ir_version < 4:
-        kept.input.extend(value for value in main.input if value.name in used - results)
+    # Inputs with a default value; before ONNX IR 4 each initializer had to be listed as an input too.
+    kept.input.extend(value for value in main.input if value.name in used - results)
     kept.output.extend(ends[name] for name in part.outputs)
     kept.initializer.extend(tensor for tensor in main.initializer if tensor.name in used)
     kept.sparse_initializer.extend(

@@ -21,7 +21,7 @@ _NOT_COMPILED = frozenset(
     {
         *("path", "key", "size_key", "validate", "targets", "share_weights"),
         *("shape_set", "fallback", "cut", "license", "download", "origin", "genai"),
-        *("companion", "companion_modules", "content"),
+        *("companion", "companion_modules", "content", "defaults"),
     }
 )
 """Fields of a model that do not change what is compiled. All others count, including future ones."""

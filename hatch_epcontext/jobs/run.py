@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from hatch_epcontext.config.paths import NO_HOME, default_root
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import BuildError, OutputError, merged
 from hatch_epcontext.jobs.artifact import Built, FailureReport, Result
 from hatch_epcontext.jobs.cache.build import Cache
@@ -30,6 +30,7 @@ from hatch_epcontext.jobs.requirements import check_environment, versions_of
 from hatch_epcontext.jobs.sources import cut_plan, read_sources
 from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.text import listing
 
 T = TypeVar("T")
 
@@ -41,6 +42,9 @@ _JOB_MEMORY = 1 << 30
 
 _MODEL_COPIES = 4
 """The most copies of its model that a job has in memory: read, simplified and compiled."""
+
+_MAX_NAMED = 3
+"""The most inputs that a line names."""
 
 _OWN_GROUP = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -87,10 +91,18 @@ def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
     """
     download_sources(plan.config, workers)
     workers.expect(target.provider for target in plan.local_targets)
-    plan = cut_plan(plan, cache, workers, staging)
-    config = plan.config
+    whole, plan = plan, cut_plan(plan, cache, workers, staging)
     installed = check_environment(plan.local_targets, plan.requirements)
-    read = read_sources(config, cache, workers, staging / "check")
+    read = read_sources(plan.config, cache, workers, staging / "check")
+    # What is compiled cannot have inputs with default values, and each target has the inputs of the source.
+    # onnxruntime-genai feeds only those that it knows.
+    if defaults := {
+        source.model.name: source.facts.optional
+        for source in read
+        if source.facts.optional and source.model.genai is None
+    }:
+        plan = cut_plan(whole, cache, workers, staging / "defaults", defaults)
+        read = read_sources(plan.config, cache, workers, staging / "check-defaults")
     sources = {source.model.name: source for source in read}
     versions: dict[str, dict[str, str]] = {}
     for target in plan.local_targets:
@@ -130,7 +142,8 @@ def build(
                 run, at_once = cluster.run, cluster.jobs_at_once
                 result = _run(begun, run, at_once, log, warn or log)
     unused = (f"{key}: no model uses this target" for key in plan.config.unused)
-    for warning in dict.fromkeys((*unused, *_missing_chips(begun.jobs))):
+    frozen = _frozen(source.model for source in begun.sources.values())
+    for warning in dict.fromkeys((*unused, *frozen, *_missing_chips(begun.jobs))):
         (warn or log)(warning)
     if result.failures:
         raise IncompleteError(result)
@@ -178,6 +191,18 @@ def build_with_report(
     if failed is not None:
         raise failed
     return result
+
+
+def _frozen(models: Iterable[Model]) -> Iterator[str]:
+    """What the build has frozen that apps could feed, in a line for each model."""
+    for model in models:
+        if model.defaults:
+            noun = "input" if len(model.defaults) == 1 else "inputs"
+            names = listing(map(repr, model.defaults), _MAX_NAMED)
+            yield (
+                f"{model.configured_name}: frozen to the default: the optional {noun} {names}; constants can "
+                "give another value, and cut.inputs can name an input that the app feeds"
+            )
 
 
 def _missing_chips(jobs: Iterable[Job]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import hatch_epcontext
@@ -36,39 +37,60 @@ class _CutModel:
     data: Mapping[str, str]
 
 
-def cut_plan(whole: Plan, cache: Cache, workers: Workers, staging: Path) -> Plan:
+def cut_plan(
+    whole: Plan,
+    cache: Cache,
+    workers: Workers,
+    staging: Path,
+    defaults: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> Plan:
     """The plan with all models as the configuration changes them; see `cut_models`."""
-    config = cut_models(whole.config, cache, workers, staging)
+    config = cut_models(whole.config, cache, workers, staging, defaults)
     return whole if config is whole.config else plan(config)
 
 
-def cut_models(config: Config, cache: Cache, workers: Workers, staging: Path) -> Config:
+def cut_models(
+    config: Config,
+    cache: Cache,
+    workers: Workers,
+    staging: Path,
+    defaults: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> Config:
     """``config`` with the paths of cut models, and of those with their constants in them, below ``staging``.
 
+    ``defaults``: the inputs with default values, which become constants too, by the name of the model.
     A worker writes a model, unless ``cache`` has the result of an earlier build. Raises ModelError when a
     model cannot be cut or a constant does not fit, and RequirementError when nothing can read the model.
     """
     groups: dict[tuple[Any, ...], list[Model]] = {}
     for model in config.models:
-        if model.is_changed:
-            group = model.path, model.cut, value_sha256(model.constants)
+        if model.is_changed or model.name in defaults:
+            group = model.path, model.cut, value_sha256(model.constants), model.name in defaults
             groups.setdefault(group, []).append(model)
     if not groups:
         return config
     done: dict[str, Model] = {}
     for number, models in enumerate(groups.values()):
-        path, content = _cut_model(models[0], cache, workers, staging / "cut" / str(number))
+        frozen, folder = defaults.get(models[0].name, ()), staging / "cut" / str(number)
+        path, content = _cut_model(models[0], cache, workers, folder, with_defaults=bool(frozen))
         for model in models:
             done[model.name] = replace(
-                model, path=path, constants={}, origin=model.path, content=content
+                model,
+                path=path,
+                constants={},
+                origin=model.path,
+                content=content,
+                defaults=frozen,
             )
     return replace(config, models=tuple(done.get(model.name, model) for model in config.models))
 
 
-def _cut_model(model: Model, cache: Cache, workers: Workers, scratch: Path) -> tuple[Path, str]:
+def _cut_model(
+    model: Model, cache: Cache, workers: Workers, scratch: Path, *, with_defaults: bool
+) -> tuple[Path, str]:
     """The path of ``model`` after it was cut, below ``scratch``, and its `Model.content`."""
     source, index, folder = model.path, cache.index, scratch / "model"
-    change = [index.sha256(source), model.cut, model.constants]
+    change = [index.sha256(source), model.cut, model.constants, with_defaults]
     key = value_sha256([hatch_epcontext.__version__, FORMAT, source.name, *change])
     cut = cache.get("cut", key, _CutModel, folder)
     data = {} if cut is None else {source.parent / name: sha for name, sha in cut.data.items()}
@@ -82,7 +104,7 @@ def _cut_model(model: Model, cache: Cache, workers: Workers, scratch: Path) -> t
     # Imported here: a build that has its models in the cache makes no requests.
     from hatch_epcontext.worker.requests import CutRequest
 
-    request = CutRequest(model, str(folder))
+    request = CutRequest(model, str(folder), with_defaults)
     reply = workers.call(request, scratch / "call", location=f"{model.name}: cutting")
     # The files that were cut must be those that were hashed.
     index.sha256(source, again=True)

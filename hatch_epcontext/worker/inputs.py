@@ -116,7 +116,8 @@ def sized(inputs: Sequence[TensorFacts], model: Model) -> list[TensorFacts]:
 
 
 def constant(model: Model, facts: TensorFacts) -> Array:
-    """Return the constant of ``model`` for an input, in its dtype; a single number also gets its rank.
+    """Return the constant of ``model`` for an input, in its dtype; a single number fills a fixed shape, and
+    gets the rank of others.
 
     Raises TypeError, ValueError or OverflowError when it does not fit the dtype.
     """
@@ -125,7 +126,9 @@ def constant(model: Model, facts: TensorFacts) -> Array:
         # ml_dtypes turns 8 into -8 for int4.
         raise TypeError("NumPy lacks this type; store the value inside the model instead")
     array: Array = np.asarray(model.constants[facts.name], dtype=dtype)
-    if facts.shape is not None and len(facts.shape) != array.ndim and array.size == 1:
+    if facts.is_fixed and not array.ndim:
+        array = np.full([size for size in facts.sizes if isinstance(size, int)], array)
+    elif facts.shape is not None and len(facts.shape) != array.ndim and array.size == 1:
         array = array.reshape([1] * len(facts.shape))
     return array
 

@@ -61,10 +61,14 @@ class CutReply:
 
 @dataclass(frozen=True)
 class CutRequest(WorkerRequest[CutReply], action="cut", fills="folder"):
-    """Write the part of ``model`` that is kept, with its constants, into ``folder``, which is empty."""
+    """Write the part of ``model`` that is kept, with its constants, into ``folder``, which is empty.
+
+    ``with_defaults``: whether inputs with a default value become constants too.
+    """
 
     model: Model
     folder: str
+    with_defaults: bool = False
 
 
 @dataclass(frozen=True)

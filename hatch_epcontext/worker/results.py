@@ -33,7 +33,7 @@ class ModelFacts:
     hold its external data, relative to its folder, with forward slashes.
 
     ``own_inputs`` and ``own_outputs`` are those of the file itself. ``license`` is that of the file's
-    metadata; ``dynamic``: whether it is dynamically quantized.
+    metadata; ``dynamic``: whether it is dynamically quantized; ``optional``: its inputs with a default value.
     """
 
     inputs: tuple[TensorFacts, ...]
@@ -43,6 +43,7 @@ class ModelFacts:
     license: str | None = None
     dynamic: bool = False
     own_outputs: tuple[TensorFacts, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

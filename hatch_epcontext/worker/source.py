@@ -88,11 +88,13 @@ def ranges_for(
 
 
 def fix_inputs(onnx_model: onnx.ModelProto, model: Model) -> None:
-    """Fix the constants of ``model`` in ``onnx_model``, in place, and with static shapes its shapes and dims.
+    """Fix the constants and defaults of ``model`` in ``onnx_model``, in place, and with static shapes its
+    shapes and dims.
 
     Raises ModelError with everything that does not fit the model's inputs.
     """
     fix_constants(onnx_model, model)
+    fix_defaults(onnx_model)
     if model.static_shapes:
         fix_shapes(onnx_model, model)
 
@@ -100,21 +102,29 @@ def fix_inputs(onnx_model: onnx.ModelProto, model: Model) -> None:
 def fix_constants(onnx_model: onnx.ModelProto, model: Model) -> None:
     """Fix the constants of ``model`` in ``onnx_model``, in place, and check its shapes and dims.
 
-    Initializers that are inputs too become constants. Raises ModelError with everything that does not fit the
-    model's inputs.
+    Raises ModelError with everything that does not fit the model's inputs.
     """
-    needed = graph.inputs(onnx_model.graph)
-    if len(needed) < len(onnx_model.graph.input):
-        del onnx_model.graph.input[:]
-        onnx_model.graph.input.extend(needed)
-        # In older IR versions every initializer had to be an input.
-        onnx_model.ir_version = max(onnx_model.ir_version, 4)
+    main, optional = onnx_model.graph, graph.optional_inputs(onnx_model)
+    if replaced := model.constants.keys() & {value.name for value in optional}:
+        others = [tensor for tensor in main.initializer if tensor.name not in replaced]
+        del main.initializer[:]
+        main.initializer.extend(others)
     problems = [
         *_fix_constants(onnx_model.graph, model),
         *collect(_sizes(onnx_model.graph, model))[1],
     ]
     if problems:
         raise ModelError(*problems)
+
+
+def fix_defaults(onnx_model: onnx.ModelProto) -> None:
+    """Make initializers that are inputs too constants, in place."""
+    needed = graph.inputs(onnx_model.graph)
+    if len(needed) < len(onnx_model.graph.input):
+        del onnx_model.graph.input[:]
+        onnx_model.graph.input.extend(needed)
+        # In older IR versions every initializer had to be an input.
+        onnx_model.ir_version = max(onnx_model.ir_version, 4)
 
 
 def fix_shapes(onnx_model: onnx.ModelProto, model: Model) -> None:

@@ -227,3 +227,49 @@ models = [{{ path = "models/a.onnx", constants = {constants} }}]
         cut_models(config, Cache(None, print), Workers(60), tmp_path)
     (problem,) = raised.value.problems
     assert str(problem.key).startswith("tool.epcontext.models[0].constants.")
+
+
+LORA = """(float[1, 2] x, float[2, 2] lora, float[2] bias) => (float[1, 2] y, float[2, 2] twice)
+    <float[2] bias = {3, 4}> {
+        a = MatMul(x, lora)
+        y = Add(a, bias)
+        twice = Add(lora, lora)
+    }"""
+TWO = 'targets = {cpu.provider = "cpu", second.provider = "cpu"}\nfallback = "source"\n'
+OPTIONAL = {
+    "": (["x"], [[4, 6]], ["'lora' and 'bias'"]),
+    "constants.lora = [[0, 0], [0, 0]]": (["x"], [[3, 4]], ["'bias'"]),
+    "constants = { lora = 2 }": (["x"], [[7, 8]], ["'bias'"]),
+    'cut.inputs = ["x", "lora"]': (["x", "lora"], [[5, 6]], ["'bias'"]),
+}
+
+
+@pytest.mark.parametrize("keys", OPTIONAL)
+def test_optional_inputs_are_the_same_for_all_that_is_shipped(
+    run: Run, project: Path, tmp_path: Path, log: list[str], keys: str
+) -> None:
+    names, expected, frozen = OPTIONAL[keys]
+    keys = keys and f", {keys}"
+    lora = np.array([[1, 0], [0, 2]], np.float32)
+    save_with_data(parsed(LORA, lora=lora), project / "models" / "a.onnx")
+    package = tmp_path / "shipped"
+    toml = f"{TWO}models = [{{ path = 'models/a.onnx'{keys} }}]"
+    shutil.copytree(bundle(run(toml), tmp_path, MODULES).folder, package)
+    feeds = {"x": np.ones((1, 2), np.float32), "lora": np.ones((2, 2), np.float32)}
+    for target in ("cpu", "second", "source"):
+        session = loader.load("a", target=target, package=package)
+        assert [value.name for value in session.get_inputs()] == names
+        assert session.get_overridable_initializers() == []
+        assert session.run(["y"], {name: feeds[name] for name in names})[0].tolist() == expected
+    lines = [line for line in log if "frozen" in line]
+    assert [name for line, name in zip(lines, frozen, strict=True) if name in line] == frozen
+
+
+def test_weights_that_old_exports_list_as_inputs_are_no_optional_inputs(
+    run: Run, project: Path, log: list[str]
+) -> None:
+    lora = np.eye(2, dtype=np.float32)
+    save(parsed(LORA, ir_version=3, lora=lora), project / "models" / "a.onnx")
+    result = run(f"{TWO}models = [{{ path = 'models/a.onnx' }}]")
+    assert result.sources[0].model.origin is None
+    assert not [line for line in log if "frozen" in line]

@@ -24,6 +24,7 @@ from hatch_epcontext.worker.results import ModelFacts
 from hatch_epcontext.worker.source import (
     data_of,
     fix_constants,
+    fix_defaults,
     fix_open,
     fix_shapes,
     open_dimension_message,
@@ -61,6 +62,8 @@ def _check_model(model: Model) -> ModelFacts:
         if wrong := [*check_caches(model, own_inputs)]:
             raise ModelError(*wrong)
     fix_constants(onnx_model, model)
+    optional = tuple(value.name for value in graph.optional_inputs(onnx_model))
+    fix_defaults(onnx_model)
     open_inputs = _inputs(onnx_model)
     if model.static_shapes:
         fix_shapes(onnx_model, model)
@@ -102,6 +105,7 @@ def _check_model(model: Model) -> ModelFacts:
         graph.license_of(onnx_model),
         is_dynamic(onnx_model),
         own_outputs,
+        optional,
     )
 
 

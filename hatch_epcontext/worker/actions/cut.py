@@ -15,7 +15,7 @@ from hatch_epcontext.graph.parts import extract, part_between
 from hatch_epcontext.worker.ort_values import types_of_runtime
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CutReply, CutRequest
-from hatch_epcontext.worker.source import data_of, fix_constants, read_source
+from hatch_epcontext.worker.source import data_of, fix_constants, fix_defaults, read_source
 
 
 def handle(request: CutRequest) -> CutReply:
@@ -28,7 +28,7 @@ def handle(request: CutRequest) -> CutReply:
     step(f"writing the configured part of {source.name}")
     onnx_model = read_source(source, model.key)
     data = data_of(onnx_model, source, model.key)
-    known = {value.name for value in graph.inputs(onnx_model.graph)}
+    known = {value.name for value in onnx_model.graph.input}
     if model.genai is not None:
         # Imported here: few projects have a language model.
         from hatch_epcontext.config.genai import check_layers, read_config
@@ -38,9 +38,11 @@ def handle(request: CutRequest) -> CutReply:
     if model.cut:
         _cut(onnx_model, model)
     # An input that the cut removes needs no value; a name that no input has is an error.
-    known -= {value.name for value in graph.inputs(onnx_model.graph)}
+    known -= {value.name for value in onnx_model.graph.input}
     if constants := {n: constant for n, constant in model.constants.items() if n not in known}:
         fix_constants(onnx_model, replace(model, dims={}, shapes={}, constants=constants))
+    if request.with_defaults:
+        fix_defaults(onnx_model)
     apart = any(graph.is_external(tensor) for tensor in graph.tensors(onnx_model.graph))
     external.read_data(onnx_model, source.parent)
     files = external.save_whole(onnx_model, Path(request.folder) / source.name, apart=apart)
@@ -54,10 +56,11 @@ def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
     attention = [node for node in nodes if node.op_type == "GroupQueryAttention"]
     lengths = _lengths(attention, model) if model.cut.lengths else {}
     cut = replace(model.cut, inputs=(*model.cut.inputs, *lengths))
-    part = part_between(onnx_model.graph, cut, model.constants, key)
+    optional = {value.name: value for value in graph.optional_inputs(onnx_model)}
+    part = part_between(onnx_model.graph, cut, model.constants, key, optional)
     names = (*part.inputs, *part.outputs)
     values = _values(onnx_model, model.path, [name for name in names if name not in lengths])
-    values |= lengths
+    values |= optional | lengths
     for node in attention:
         # The cache has the same slots before and after.
         for past, present in zip(node.input[3:5], node.output[1:3], strict=False):

@@ -167,7 +167,7 @@ class _SourceSession:
         """The values of the inputs that the configuration makes constants."""
         return {
             value.name: constant(self.model, graph.facts(value))
-            for value in graph.inputs(self.source.graph)
+            for value in self.source.graph.input
             if value.name in self.model.constants
         }
 
