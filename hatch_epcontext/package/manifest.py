@@ -20,7 +20,8 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import hatch_epcontext
-from hatch_epcontext.config.settings import CompileSettings, Target
+from hatch_epcontext.config.settings import SYNTHETIC, CompileSettings, Target
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
@@ -63,7 +64,8 @@ class ComponentMetadata:
     ``batch``: the axis of the batch, as in `Validation`; a target's own validation here has none.
     ``targets``: in an editable install, the EPs of the configured targets, whether it has them or not.
     ``modules``: if companions have some of its targets, the import package of each target in order; it is
-    empty for those in this package.
+    empty for those in this package. ``dims``, ``fed`` (its shapes) and ``validate``: as the project
+    configures the model, without files and the mode.
     """
 
     model: str
@@ -74,6 +76,9 @@ class ComponentMetadata:
     targets: Mapping[str, str] = field(default_factory=dict)
     batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
+    dims: Mapping[str, int] = field(default_factory=dict)
+    fed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    validate: ValidateTable = ValidateTable()
 
 
 @dataclass(frozen=True)
@@ -269,7 +274,17 @@ def _about(
         if layout == "installed"
         else {},
         next((one.batch for one in validated if one and one.batch), {}),
+        dims=model.dims,
+        fed=model.shapes,
+        validate=_shippable(model.validate),
     )
+
+
+def _shippable(table: ValidateTable) -> ValidateTable:
+    """``table`` without what means nothing on another machine."""
+    default = ValidateTable()
+    inputs = table.inputs if table.inputs in SYNTHETIC else default.inputs
+    return dataclasses.replace(table, mode=default.mode, inputs=inputs)
 
 
 def _variant(built: Built, model: str) -> Variant:

@@ -361,7 +361,7 @@ def validate_package(
     installed.
     """
     settings = nested(_REQUIRED, settings)
-    if names := settings.keys() - {"validate", "build"}:
+    if names := settings.keys() - {"validate", "build", "dims", "shapes"}:
         message = "is for a single context model: the variants of a model package have their own."
         keys = (Key() / name for name in sorted(names))
         raise ConfigError(*(Problem.at(key, Kind.NOT_APPLICABLE, message) for key in keys))
@@ -371,15 +371,25 @@ def validate_package(
     # Any file will do for the path: the model itself is not read here.
     config = configure({"model": path / FILE}, "cpu", settings)
     (model,) = config.models
+    if unknown := [*_unknown_sizes(model, package.components.values())]:
+        raise ConfigError(*unknown)
     if model.validate.mode in _RUN:
         check_environment((), INSPECTION)
+    chosen = settings["validate"]
+    named = {name: getattr(model.validate, name) for name in chosen}
     with make_workers(config.build.timeout) as workers:
         for name, component in package.components.items():
             for target, variant in component.variants.items():
                 result = ValidatedVariant(name, target, variant.ep)
                 location = f"{path}: {result.name}"
                 try:
-                    result = _validate_variant(result, component, path, model, workers, location)
+                    own = replace(
+                        model,
+                        dims={**component.about.dims, **model.dims},
+                        shapes={**component.about.fed, **model.shapes},
+                        validate=replace(component.about.validate, **named),
+                    )
+                    result = _validate_variant(result, component, path, own, workers, location)
                 except EpcontextError as error:
                     # The key of a problem is one that no user wrote.
                     problems = (
@@ -390,6 +400,32 @@ def validate_package(
                     )
                     result = replace(result, problems=tuple(problems))
                 yield result
+
+
+def _unknown_sizes(model: Model, components: Iterable[Component]) -> Iterator[Problem]:
+    """Problems for dims and shapes of ``model`` that are of none of the ``components``."""
+    tensors = [tensor for component in components for tensor in component.about.inputs]
+    dims = {size for tensor in tensors for size in tensor.sizes if isinstance(size, str)}
+    for key, names, known in (
+        ("dims", model.dims, dims),
+        ("shapes", model.shapes, {tensor.name for tensor in tensors}),
+    ):
+        for name in names:
+            if name not in known:
+                noun = "open dimension" if key == "dims" else "input"
+                message, hint = f"no model has the {noun} {name!r}.", suggestion(name, known)
+                yield Problem.at(Key() / key / name, Kind.UNKNOWN_INPUT, message, hint)
+
+
+def _sized(inputs: Iterable[TensorFacts], model: Model) -> Iterator[TensorFacts]:
+    """The ``inputs`` with the sizes that ``model`` has for them, and 1 for their other open dimensions."""
+    for tensor in inputs:
+        if tensor.name in model.shapes:
+            yield replace(tensor, shape=model.shapes[tensor.name])
+        elif not model.dims.keys().isdisjoint(tensor.sizes):
+            sizes = (model.dims.get(str(size), size) for size in tensor.sizes)
+            shape = tuple(size if isinstance(size, int) else 1 for size in sizes)
+            yield replace(tensor, shape=shape)
 
 
 def _read(folder: Path) -> ModelPackage:
@@ -439,7 +475,13 @@ def _validate_variant(
             path=(folder / reference.model_file if reference else file).absolute(),
             targets=(),
             static_shapes=True,
-            shapes={**fed, **_fixed_shapes(configured), **_fixed_shapes(opened.inputs)},
+            dims={},
+            shapes={
+                **fed,
+                **_fixed_shapes(_sized(opened.inputs, model)),
+                **_fixed_shapes(configured),
+                **_fixed_shapes(opened.inputs),
+            },
         )
         return _run_moved(
             file,

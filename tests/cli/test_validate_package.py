@@ -17,7 +17,7 @@ from hatch_epcontext.cli.app import app
 from hatch_epcontext.shipped import METADATA
 from tests.cli.conftest import Cli, problems, scaled, zeroed
 from tests.conftest import needs_qnn
-from tests.models import network, save, transformer
+from tests.models import network, parsed, save, transformer
 from tests.projects import make_project
 
 Edit = Callable[[dict[str, Any]], None]
@@ -162,6 +162,31 @@ provider = "cpu"
     assert "agrees on synthetic inputs, simulator (" in printed
 
 
+SIZED = """(float[batch, 1, height, 8] x) => (float[batch, k] y) <int64[2] flat = {0, -1}> {
+    c = Conv(x, w) f = Reshape(c, flat) r = Relu(f) y = Mul(r, r) }"""
+
+
+@pytest.mark.parametrize("fallback", ["none", "source"])
+def test_open_shapes_have_the_sizes_and_limits_of_the_project(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallback: str
+) -> None:
+    toml = f"""
+models = [{{ path = "models/a.onnx", dims = {{ height = 8 }}, validate.tolerance.snr = 12.5 }}]
+targets.cpu.provider = "cpu"
+fallback = "{fallback}"
+"""
+    model = parsed(SIZED, w=(4, 1, 5, 3))
+    monkeypatch.chdir(make_project(tmp_path / "app", toml, model))
+    cli("export", "-o", tmp_path / "out")
+    assert "FAILED" not in cli("validate", tmp_path / "out").stdout
+    assert "FAILED" not in cli("validate", tmp_path / "out", "--dim", "height=9").stdout
+    # Smaller than the filter.
+    assert "EPC" in cli("validate", tmp_path / "out", "--dim", "height=3", code=1).stderr
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+    about = manifest["components"]["a"]["additional_metadata"][METADATA]
+    assert (about["dims"], about["validate"]["tolerance"]["snr"]) == ({"height": 8}, 12.5)
+
+
 def test_what_cannot_be_run_here_fails_unless_it_is_allowed(cli: Cli, for_cpu: Path) -> None:
     def edit(content: dict[str, Any]) -> None:
         table = variants(content)
@@ -274,7 +299,11 @@ def test_the_folder_is_that_of_the_package(cli: Cli, for_cpu: Path, tmp_path: Pa
         (("--set", "session-options.a=1"), "--set session-options: EPC007"),
         (("--device", "cpu"), "--set device: EPC007"),
         (("--set", "min-coverage=1"), "--set min-coverage: EPC007"),
-        (("--dim", "batch=1"), "--set dims: EPC007"),
+        (
+            ("--dim", "other=1"),
+            "--set dims.other: EPC205\n    no model has the open dimension 'other'",
+        ),
+        (("--shape", "z=1,2"), "--set shapes.z: EPC205\n    no model has the input 'z'"),
     ],
 )
 def test_wrong_usage(cli: Cli, for_cpu: Path, arguments: tuple[str, ...], message: str) -> None:
