@@ -389,11 +389,15 @@ def dtype_name(elem_type: int) -> str:
 
 
 def inferred(
-    model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto] = MappingProxyType({})
+    model: onnx.ModelProto,
+    types: Mapping[str, onnx.TypeProto] = MappingProxyType({}),
+    *,
+    anew: bool = False,
 ) -> onnx.GraphProto:
     """The main graph of a copy of ``model`` with the types that onnx infers, without its large tensors.
 
-    ``types``: those of values that onnx may not infer. The main graph itself if onnx does not understand it.
+    ``types``: those of values that onnx may not infer; ``anew``: whether the model's own types of values
+    behind its inputs are left out. The main graph itself if onnx does not understand it.
     """
     # Before ONNX IR 4, initializers had to be inputs too.
     light = onnx.ModelProto(ir_version=max(model.ir_version, 4))
@@ -403,8 +407,11 @@ def inferred(
     main.name = model.graph.name
     main.node.extend(map(_light, model.graph.node))
     main.input.extend(inputs(model.graph))
-    main.output.extend(model.graph.output)
-    main.value_info.extend(model.graph.value_info)
+    if anew:
+        main.output.extend(onnx.ValueInfoProto(name=value.name) for value in model.graph.output)
+    else:
+        main.output.extend(model.graph.output)
+        main.value_info.extend(model.graph.value_info)
     for name, type_ in types.items():
         main.value_info.add(name=name, type=type_)
     main.sparse_initializer.extend(model.graph.sparse_initializer)
@@ -420,6 +427,23 @@ def inferred(
     except Exception:
         # It raises many types, even for models that ONNX Runtime opens.
         return model.graph
+
+
+def infer_anew(model: onnx.ModelProto) -> None:
+    """Replace the shapes of values of ``model`` that contradict what onnx infers from its inputs, in place.
+
+    ONNX Runtime takes a shape that contradicts as open.
+    """
+    main, new_main = model.graph, inferred(model, anew=True)
+    types = {value.name: value.type for value in (*new_main.value_info, *new_main.output)}
+    for value in (*main.value_info, *main.output):
+        own, new = sizes(value.type), sizes(types.get(value.name, value.type))
+        if own is None or new is None:
+            continue
+        if len(own) != len(new) or any(
+            None not in pair and pair[0] != pair[1] for pair in zip(own, new, strict=True)
+        ):
+            value.type.tensor_type.shape.CopyFrom(types[value.name].tensor_type.shape)
 
 
 def _light(node: onnx.NodeProto) -> onnx.NodeProto:

@@ -203,6 +203,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto
     copy = shutil.copyfile if request.quantize is not None or moves else link_or_copy
     external.put_data(data, source.parent, folder, copy)
     fix_inputs(onnx_model, model)
+    graph.infer_anew(onnx_model)
     separate_outputs(onnx_model)
     # An EP reports the nodes that it refuses by their names.
     graph.name_nodes(onnx_model.graph)

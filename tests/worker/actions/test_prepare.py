@@ -229,6 +229,22 @@ def test_a_difference_is_allowed_by_the_setting_that_its_message_prints(
     assert run(path, tmp_path, "onnxslim", validate=table).preparation.nodes == 4
 
 
+@pytest.mark.parametrize("size", [[1, 5], [4, 4], [4]])
+def test_shapes_that_contradict_the_inferred_ones_are_inferred_anew(
+    tmp_path: Path, size: list[int]
+) -> None:
+    made = parsed(
+        "(float[1, 8] x) => (float[1, 4] y) { c = MatMul(x, w) r = Relu(c) y = Add(r, c) }",
+        w=(8, 4),
+    )
+    made.graph.value_info.add(name="c", type=onnx.helper.make_tensor_type_proto(1, size))
+    made.graph.output[0].type.CopyFrom(onnx.helper.make_tensor_type_proto(1, size))
+    reply = run(save(made, tmp_path / "a.onnx"), tmp_path, "none")
+    prepared = onnx.load(reply.path).graph
+    values = (*prepared.value_info, *prepared.output)
+    assert {value.name: graph.sizes(value.type) for value in values} == {"c": (1, 4), "y": (1, 4)}
+
+
 def deep_quantized(layers: int = 12, size: int = 64) -> onnx.ModelProto:
     """Products of integers, each rounded again: one that is rounded otherwise changes many behind it."""
     rng = np.random.default_rng(0)
