@@ -25,8 +25,13 @@ _ENDLESS = 10**24
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
-HUB_REPO = r"[\w.-]+/[\w.-]+"
-"""A repository in a location of a model hub, such as ``org/name``: its revision follows after an @."""
+_HUB_NAME = r"(?![.-])(?:(?!--|\.\.)[A-Za-z0-9_.-]){1,96}(?<![.-])"
+
+HUB_REPO = rf"{_HUB_NAME}/{_HUB_NAME}(?<!\.git)"
+"""A repository in a location of a model hub, such as ``org/name``: its revision follows after an @.
+
+Source of what names may have: ``validate_repo_id`` of huggingface_hub.
+"""
 
 _NO_USER = rf"""(?!hf://{HUB_REPO}@[^@\s'"]*(?:['"\s]|$))"""
 

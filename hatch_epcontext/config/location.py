@@ -29,9 +29,14 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 _HUB_FILE = re.compile(
-    rf"(?:hf://(?!(?:datasets|spaces|models)/)|{HUB}/)(?P<repo>{HUB_REPO})"
+    rf"(?:hf://|{HUB}/)(?!(?:datasets|spaces|models)/)(?P<repo>{HUB_REPO})"
     r"(?:(?:@|/(?:blob|resolve|raw)/)(?P<revision>[^/\s?#@]+))?/(?P<path>[^?#@]+)(?:\?download=true)?"
 )
+
+_NO_REVISION = re.compile(
+    r"[\x00-\x20\x7f~^:?*\[\\\ud800-\udfff]|\.\.|@\{|//|(?:^|/)\.|\.(?:lock/|lock$|$)|^/|/$|^@$"
+)
+"""What no name of a branch or a tag has. Source: ``git check-ref-format``."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,16 @@ def beside(url: str, name: str) -> str:
 
 def hub_file(url: str) -> HubFile | None:
     """The file that ``url`` names in the hub's grammar, or as the link of its page; None for others."""
-    match = _HUB_FILE.fullmatch(url)
-    path = match and (match["path"] if url.startswith("hf://") else unquote(match["path"]))
-    if not match or not path or not is_portable(path):
+    if (match := _HUB_FILE.fullmatch(url)) is None:
         return None
-    return HubFile(match["repo"], match["revision"] and unquote(match["revision"]), path)
+    path = match["path"] if url.startswith("hf://") else unquote(match["path"])
+    revision = match["revision"] and unquote(match["revision"])
+    # Servers may decode them once more.
+    if not all(map(is_portable, (path, unquote(path)))):
+        return None
+    if revision is not None and any(map(_NO_REVISION.search, (revision, unquote(revision)))):
+        return None
+    return HubFile(match["repo"], revision, path)
 
 
 def file_of(url: str) -> str:
@@ -113,6 +123,12 @@ def check_url(url: str) -> str | None:
         is_file = is_file and ".." not in unquote(parts.path).split("/")
         if hub_file(url) or (is_safe(parts) and parts.port != 0 and is_public and is_file):
             return None
+    if url.startswith("hf://"):
+        return (
+            'a file in a repository of a model hub, such as "hf://org/repo@commit/onnx/model.onnx". Names of '
+            'it have letters, digits, "-", "_" and ".", but no "--" or "..", and no "-" or "." at an end. The '
+            "commit may be a branch or a tag, and the file is below the repository"
+        )
     return (
         'a URL such as "hf://org/repo@commit/model.onnx" or "https://host/model.onnx", without a user, a '
         "password, a query and spaces"

@@ -43,6 +43,8 @@ def test_a_location_has_the_name_of_its_file(url: str, name: str) -> None:
         "model.onnx",
         "hf://org/model.onnx",
         "hf://org/repo/../x/model.onnx",
+        "hf://org/repo/%2e%2e/model.onnx",
+        "hf://org/repo/a\\..\\model.onnx",
         "hf://user:password@org/repo/model.onnx",
         f"{HUB}?token=1",
         "http://host/model.onnx",
@@ -68,6 +70,44 @@ def test_a_revision_is_pinned_only_by_a_whole_commit() -> None:
     for revision, pinned in ((COMMIT, True), (COMMIT[:8], False), ("main", False), (None, False)):
         assert HubFile("org/repo", revision, "a.onnx").is_pinned == pinned
         assert hub_file(str(HubFile("org/repo", revision, "a.onnx"))) is not None
+
+
+@pytest.mark.parametrize("name", ["a", "_a-b.c_1", "A" * 96, "a.git.b"])
+def test_a_repository_has_a_name_that_the_hub_allows(name: str) -> None:
+    assert hub_file(f"hf://{name}/{name}/m.onnx") == HubFile(f"{name}/{name}", None, "m.onnx")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("..", ".", "a..b", "a--b", "-a", "a-", ".a", "a.", "A" * 97),
+        *("%2e%2e", "a%2fb", "a\\b", "\u00e9", "\u6587", "a b", "a\tb", "a:b", "", "a~"),
+    ],
+)
+def test_a_repository_of_another_name_is_refused_before_it_is_asked_for(name: str) -> None:
+    for repo in (f"{name}/repo", f"org/{name}"):
+        for url in (
+            f"hf://{repo}/m.onnx",
+            f"hf://{repo}@{COMMIT}/m.onnx",
+            f"https://huggingface.co/{repo}/blob/main/m.onnx",
+        ):
+            assert hub_file(url) is None
+    assert check_url(f"hf://org/{name}@main/m.onnx")
+    assert check_url("hf://org/repo.git/m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("revision", "is_valid"),
+    [
+        *[(name, True) for name in ("main", "v1.0", "refs%2Fpr%2F1", "feature-%C3%A9")],
+        *[(name, False) for name in ("..", ".", "%2e%2e", "%252e%252e", "a..b", "a%2F..%2Fb")],
+        *[(name, False) for name in (".a", "a%2F.b", "a.", "a.lock", "a%5Cb", "%2Fa", "a%2F%2Fb")],
+        *[(name, False) for name in ("a%20b", "a%0Ab", "a~1", "a^", "a:b", "a%3Fb", "a*", "\udcff")],
+    ],
+)
+def test_a_revision_has_a_name_that_git_allows(revision: str, is_valid: bool) -> None:
+    assert (check_url(f"hf://org/repo@{revision}/m.onnx") is None) == is_valid
+    assert (hub_file(f"https://huggingface.co/org/repo/blob/{revision}/m.onnx") is not None) == is_valid
 
 
 @pytest.mark.parametrize(
