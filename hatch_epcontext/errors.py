@@ -260,7 +260,7 @@ def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:
     distinct: dict[tuple[object, ...], Problem] = {}
     for problem in problems:
         # Logs differ in times and process ids.
-        log = re.sub("[0-9a-f]*[0-9][0-9a-f]*", "", problem.log or "")
+        log = re.sub("(?<![0-9a-f])[a-f]*[0-9][0-9a-f]*", "", problem.log or "")
         # Several models of a glob have one key.
         place = replace(problem, targets=()).where()
         same = (problem.kind, place, problem.account, problem.hint, problem.causes, log)

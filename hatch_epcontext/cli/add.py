@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from hatch_epcontext.cli._common import log, open_store
 from hatch_epcontext.cli._settings import use_lines
-from hatch_epcontext.cli.fetch import pin_location, pinned_line
-from hatch_epcontext.cli.init import Pyproject, add_tables, new_model, tables_options
+from hatch_epcontext.cli.fetch import as_if_pinned, check_location, pin_location, pinned_line
+from hatch_epcontext.cli.init import (
+    NewModel,
+    Pyproject,
+    add_models,
+    add_tables,
+    check_targets,
+    new_model,
+    new_targets,
+    tables_options,
+)
 from hatch_epcontext.config.environ import environment_or_error
 from hatch_epcontext.config.location import Download
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Kind, Problem
 from hatch_epcontext.jobs.downloads import Downloads
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.jobs.requirements import check_environment
+from hatch_epcontext.system import check_folder
 from hatch_epcontext.text import file_name, show
-from hatch_epcontext.tools.inspecting import TIMEOUT
+from hatch_epcontext.tools.inspecting import READING, TIMEOUT
+from hatch_epcontext.worker.requests import InspectReply
 
 
 @click.command("add")
@@ -32,16 +47,49 @@ def command(url: str, name: str | None, providers: tuple[str, ...], dry_run: boo
     the current folder, as from epcontext init.
     """
     store, pyproject = open_store(), _read(Path.cwd(), name)
-    try:
-        table = pin_location(url, Downloads(store, log, offline=environment_or_error().offline))
-    except DownloadError as error:
-        raise BuildError(Problem(error.kind, "URL", str(error), error.hint)) from error
+    check_targets(pyproject, providers, {})
+    if url in pyproject.listed:
+        add_tables(pyproject, [], {}, dry_run=dry_run)
+        return
+    downloads = Downloads(store, log, offline=environment_or_error().offline)
+    with _errors():
+        check_location(url, downloads)
+    targets = new_targets(pyproject, providers, {})
+    _check_tables(pyproject, url, name, targets, dry_run=dry_run)
+    with _errors():
+        table = pin_location(url, downloads)
     log(pinned_line(table))
     path = Download(table["url"], table["sha256"], table.get("data", {})).path(store.root)
     with Workers(TIMEOUT) as workers:
         model = new_model(pyproject.root, str(path), workers)
     model = replace(model, path=table["url"], pinned=table, name=name)
-    add_tables(pyproject, [model], providers, {}, dry_run=dry_run)
+    add_tables(pyproject, [model], targets, dry_run=dry_run)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Name the argument in errors of its location."""
+    try:
+        yield
+    except DownloadError as error:
+        raise BuildError(Problem(error.kind, "URL", str(error), error.hint)) from error
+
+
+def _check_tables(
+    pyproject: Pyproject,
+    url: str,
+    name: str | None,
+    targets: Mapping[str, Mapping[str, Any]],
+    *,
+    dry_run: bool,
+) -> None:
+    """Raise, before the download, what follows from the project and this machine alone."""
+    check_environment((), READING)
+    table = as_if_pinned({"url": url})
+    facts = InspectReply((), (), {}, {}, (), (), (), {})
+    add_models(pyproject, [NewModel(table["url"], facts, pinned=table, name=name)], targets)
+    if not dry_run:
+        check_folder(pyproject.file.resolve().parent)
 
 
 def _read(root: Path, name: str | None) -> Pyproject:

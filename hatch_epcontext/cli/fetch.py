@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from hatch_epcontext.files import is_portable, is_sha256, write_atomically
 from hatch_epcontext.jobs import web
 from hatch_epcontext.jobs.downloads import Downloads, download_models
 from hatch_epcontext.package.external_data import external_data
+from hatch_epcontext.system import check_folder
 from hatch_epcontext.text import count, show, suggestion, to_toml
 
 Table = Mapping[str, Any]
@@ -63,6 +65,9 @@ def command(project: Path, pins: bool) -> None:
         keys = [problem.key for problem in error.problems if problem.kind is Kind.NOT_PINNED]
         if not pins or len(keys) < len(error.problems):
             raise
+        # What pinning cannot mend is an error before the download.
+        read(_as_if_pinned(tool_table(root), [*filter(None, keys)]))
+        check_folder((root / FILE).resolve().parent)
         _pin(
             root / FILE,
             [*filter(None, keys)],
@@ -75,6 +80,22 @@ def command(project: Path, pins: bool) -> None:
     download_models(config.models, config, log)
     paths = {model.path for model in config.models if model.download}
     echo(f"{count(len(paths), 'model')} from elsewhere in {store.root}")
+
+
+def _as_if_pinned(table: Table, keys: Sequence[Key]) -> Table:
+    """The configuration ``table`` with pins for the models that have urls at ``keys``."""
+    models = list(table["models"])
+    for key in keys:
+        index: Any = key.parts[1]
+        models[index] = as_if_pinned(models[index])
+    return {**table, "models": models}
+
+
+def as_if_pinned(table: Table) -> Table:
+    """The ``table`` of a model with a commit and a hash of zeros where it has none."""
+    hub = hub_file(table["url"])
+    url = str(replace(hub, revision="0" * 40)) if hub else table["url"]
+    return {"sha256": "0" * 64, **table, "url": url}
 
 
 def _pin(file: Path, keys: Sequence[Key], downloads: Downloads) -> None:
@@ -123,14 +144,20 @@ def pinned_line(table: Table) -> str:
     return f"pinned {table['url']} (license: {license_})"
 
 
-def pin_location(url: str, downloads: Downloads, table: Table | None = None) -> Table:
-    """The table of a model at ``url``, also a link from a page of the hub, whose files are then in the cache.
-
-    ``table``: what is pinned already. Raises DownloadError, and BuildError for errors of the system.
-    """
+def check_location(url: str, downloads: Downloads) -> None:
+    """Raise DownloadError if ``url`` is no location of a model, or if the environment forbids downloads."""
     if rule := check_url(url):
         hint = "It needs no commit: hf://org/repo/onnx/model.onnx."
         raise DownloadError(f"must be {rule}.", hint, Kind.INVALID_VALUE)
+    downloads.check_online(url)
+
+
+def pin_location(url: str, downloads: Downloads, table: Table | None = None) -> Table:
+    """The table of a model at ``url``, also a link from a page of the hub, whose files are then in the cache.
+
+    ``url`` is a valid location; ``table``: what is pinned already. Raises DownloadError, and BuildError for
+    errors of the system.
+    """
     downloads.check_online(url)
     digests: dict[str, str | None] = {}
     license_ = None

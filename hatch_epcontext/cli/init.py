@@ -200,6 +200,7 @@ def command(
     pyproject = Pyproject(Path.cwd())
     use_flag_names({}, "nothing is written")
     target, of_models = split(settings)
+    check_targets(pyproject, providers, target)
     new = [*_read(pyproject, models)]
     names = [model.plain_name for model in new]
     if pyproject.table is None:
@@ -213,33 +214,44 @@ def command(
     if not new:
         message, hint = "has no ONNX models.", "Name them: epcontext init MODEL..."
         raise ConfigError(Problem(Kind.FILE_NOT_FOUND, str(pyproject.root), message, hint))
-    add_tables(pyproject, new, providers, target, dry_run=dry_run, trial=trial)
+    targets = new_targets(pyproject, providers, target)
+    add_tables(pyproject, new, targets, dry_run=dry_run, trial=trial)
+
+
+def check_targets(
+    pyproject: Pyproject, providers: tuple[str, ...], target: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError if targets are chosen for a project that has a configuration."""
+    if pyproject.table is not None and (providers or target):
+        message = "exists already, and targets can only be chosen for a new configuration."
+        raise _error(f"[{ROOT}]", message, "Add the target to it by hand.")
+
+
+def new_targets(
+    pyproject: Pyproject, providers: tuple[str, ...], target: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """The keys of each new target of the project, ``target``, by its provider; none if it has targets."""
+    return {} if pyproject.table is not None else dict.fromkeys(providers or _usable(), target)
 
 
 def add_tables(
     pyproject: Pyproject,
     models: Sequence[NewModel],
-    names: tuple[str, ...],
-    target: Mapping[str, Any],
+    targets: Mapping[str, Mapping[str, Any]],
     *,
     dry_run: bool,
     trial: bool = False,
 ) -> None:
-    """Write the tables of ``models`` for the providers called ``names``, and show the next steps.
+    """Write the tables of ``models`` and of new ``targets``, and show the next steps.
 
-    ``target``: keys of each new target. With ``trial`` the models are compiled first.
+    With ``trial`` the models are compiled first.
     """
     file, before = str(pyproject.file), pyproject.raw
     new = [model for model in models if model.path not in pyproject.listed]
-    if pyproject.table is not None and (names or target):
-        message = "exists already, and targets can only be chosen for a new configuration."
-        raise _error(f"[{ROOT}]", message, "Add the target to it by hand.")
-    is_new = pyproject.table is None
-    targets = dict.fromkeys(names or _usable(), target) if is_new else {}
     if trial and new:
         existing = pyproject.project.table("tool", "epcontext", "targets").values()
         if "cpu" not in [table.get("provider") for table in existing if isinstance(table, dict)]:
-            targets.setdefault("cpu", {})
+            targets = {**targets, "cpu": targets.get("cpu", {})}
         new = _try(pyproject, add_models(pyproject, new, targets)[0], new)
     after, config = add_models(pyproject, new, targets)
     # A file with the line ends of Windows keeps them.

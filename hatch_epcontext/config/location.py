@@ -125,9 +125,9 @@ def check_url(url: str) -> str | None:
             return None
     if url.startswith("hf://"):
         return (
-            'a file in a repository of a model hub, such as "hf://org/repo@commit/onnx/model.onnx". Names of '
-            'it have letters, digits, "-", "_" and ".", but no "--" or "..", and no "-" or "." at an end. The '
-            "commit may be a branch or a tag, and the file is below the repository"
+            'a file in a repository of a model hub, such as "hf://org/repo@commit/onnx/model.onnx". org and '
+            'repo have letters, digits, "-", "_" and ".", but no "--" or "..", and no "-" or "." at an end. '
+            "The commit may be a branch or a tag, and no part of the path is a dot or two"
         )
     return (
         'a URL such as "hf://org/repo@commit/model.onnx" or "https://host/model.onnx", without a user, a '

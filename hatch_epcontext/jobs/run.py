@@ -89,10 +89,10 @@ def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
 
     Raises RequirementError when the environment cannot build the plan, BuildError for invalid models.
     """
+    installed = check_environment(plan.local_targets, plan.requirements)
     download_sources(plan.config, workers)
     workers.expect(target.provider for target in plan.local_targets)
     whole, plan = plan, cut_plan(plan, cache, workers, staging)
-    installed = check_environment(plan.local_targets, plan.requirements)
     read = read_sources(plan.config, cache, workers, staging / "check")
     # What is compiled cannot have inputs with default values, and each target has the inputs of the source.
     # onnxruntime-genai feeds only those that it knows.

@@ -247,7 +247,9 @@ def test_a_model_is_added_with_its_sizes(cli: Cli, app: Path, hub: Hub) -> None:
     assert 'requires = ["hatchling", "hatch-epcontext"]' in text
     cli("build", app, "--dry-run")
     for same in ("hf://org/repo/onnx/a.onnx", str(model["url"])):
+        before = len(hub.requests)
         assert "stays as it is" in cli("add", same).stdout
+        assert (len(hub.requests) == before) == (same == model["url"])
     for name in ("A", "b/c"):
         named = ("add", hub.web("b.onnx"), "--name", name)
         assert "EPC" in cli(*named, code=2).stderr
@@ -264,6 +266,38 @@ def test_nothing_is_added_that_is_no_model(cli: Cli, app: Path, hub: Hub) -> Non
     hub.faults = {"b.onnx": "html"}
     assert "is no ONNX model" in cli("add", hub.web("b.onnx"), code=1).stderr
     assert (app / "pyproject.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("toml", "options", "id_"),
+    [
+        ('[tool.epcontext]\ntargets.cpu.provider = "cpu"\n', ["-p", "cpu"], "EPC025"),
+        ('[tool.epcontext]\ntargets.cpu.provider = "none"\n', [], "EPC008"),
+        ("tool.hatch = {}\n", ["-p", "cpu"], "EPC025"),
+        ('[build-system]\nrequires = "hatchling"\n', ["-p", "cpu"], "EPC025"),
+        ("", ["-p", "cpu", "--name", "a/b"], "EPC012"),
+    ],
+)
+def test_what_the_project_refuses_is_not_downloaded(
+    cli: Cli, app: Path, hub: Hub, toml: str, options: list[str], id_: str
+) -> None:
+    head = HEAD.partition("[tool")[0] if "hatch =" in toml else HEAD
+    text = f"{toml}{head}" if "build-system" not in toml else toml
+    (app / "pyproject.toml").write_text(text, encoding="utf-8")
+    for url in (hub.web("b.onnx"), "hf://org/repo/onnx/a.onnx"):
+        result = cli("add", url, *options, code=2)
+        assert [line.split()[-1] for line in problems(result)] == [id_]
+    assert (app / "pyproject.toml").read_text(encoding="utf-8") == text
+    assert not hub.requests
+
+
+def test_what_pinning_cannot_mend_is_not_downloaded(cli: Cli, app: Path, hub: Hub) -> None:
+    text = TOML.replace("WEB", hub.web("b.onnx")) + f'data = {{ "b.onnx" = "{"0" * 64}" }}\n'
+    (app / "pyproject.toml").write_text(text, encoding="utf-8")
+    result = cli("fetch", "--pin", app, code=2)
+    assert [line.split()[-1] for line in problems(result)] == ["EPC005"]
+    assert "is the model itself" in result.stderr
+    assert not hub.requests
 
 
 def test_without_a_network_builds_find_what_was_fetched_and_nothing_is_pinned(

@@ -102,12 +102,17 @@ def test_a_repository_of_another_name_is_refused_before_it_is_asked_for(name: st
         *[(name, True) for name in ("main", "v1.0", "refs%2Fpr%2F1", "feature-%C3%A9")],
         *[(name, False) for name in ("..", ".", "%2e%2e", "%252e%252e", "a..b", "a%2F..%2Fb")],
         *[(name, False) for name in (".a", "a%2F.b", "a.", "a.lock", "a%5Cb", "%2Fa", "a%2F%2Fb")],
-        *[(name, False) for name in ("a%20b", "a%0Ab", "a~1", "a^", "a:b", "a%3Fb", "a*", "\udcff")],
+        *[
+            (name, False)
+            for name in ("a%20b", "a%0Ab", "a~1", "a^", "a:b", "a%3Fb", "a*", "\udcff")
+        ],
     ],
 )
 def test_a_revision_has_a_name_that_git_allows(revision: str, is_valid: bool) -> None:
     assert (check_url(f"hf://org/repo@{revision}/m.onnx") is None) == is_valid
-    assert (hub_file(f"https://huggingface.co/org/repo/blob/{revision}/m.onnx") is not None) == is_valid
+    assert (
+        hub_file(f"https://huggingface.co/org/repo/blob/{revision}/m.onnx") is not None
+    ) == is_valid
 
 
 @pytest.mark.parametrize(
