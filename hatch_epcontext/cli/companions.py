@@ -13,7 +13,7 @@ import click
 from hatch_epcontext.cli._common import echo, existing_folder, log, verbose_option
 from hatch_epcontext.cli._settings import Project, use_lines
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.errors import ConfigError, Problem
+from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Problem
 from hatch_epcontext.files import replacing
 from hatch_epcontext.package.companions import pinned, project_metadata, published_version
 from hatch_epcontext.project_build import ProjectBuild, Terminal
@@ -66,6 +66,10 @@ def command(
             except ConfigError as error:
                 problems += error.problems
                 continue
+            except DownloadError as error:
+                raise BuildError(
+                    Problem(error.kind, "--published", str(error), error.hint)
+                ) from error
             if same is None:
                 with replacing(output) as new:
                     shutil.copyfile(wheel, new / wheel.name)

@@ -180,7 +180,7 @@ def _ask_hub(hub: HubFile) -> tuple[HubFile, dict[str, str | None], str | None]:
     """
     folder = hub.path[: hub.path.rfind("/") + 1]
     try:
-        answer = json.loads(web.read(web.hub_url(hub, api=True), web.hub_token()))
+        answer = json.loads(web.read(web.hub_url(hub, api=True), web.hub_token()).content)
         large = {str(file["rfilename"]): file.get("lfs") for file in answer["siblings"]}
         digests = {path: str(lfs["sha256"]) if lfs else None for path, lfs in large.items()}
         pinned = HubFile(hub.repo, str(answer["sha"]), hub.path)

@@ -20,6 +20,7 @@ from urllib.parse import quote, urlsplit
 import hatch_epcontext
 from hatch_epcontext.config.location import HUB, HubFile, check_url, is_local, is_safe
 from hatch_epcontext.errors import DownloadError
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import show_size
 
 _CHUNK = 1 << 20
@@ -38,6 +39,10 @@ _CHECK = "Check the location."
 
 Progress = Callable[[int, "int | None"], None]
 """Gets the bytes that have arrived, and their number in all if it is known."""
+
+
+class AbsentError(DownloadError):
+    """A server that says that it has no such file."""
 
 
 class _TransientError(DownloadError):
@@ -72,38 +77,53 @@ def hub_token() -> str:
     return token
 
 
-def read(url: str, token: str) -> bytes:
-    """The document at ``url``, which may know ``token``; raises DownloadError."""
+@dataclass(frozen=True)
+class Document:
+    """What a server sent: its ``url`` after redirects, its media ``type`` in small letters, and its bytes."""
+
+    url: str
+    type: str
+    content: bytes
+
+
+def read(url: str, token: str = "", accept: str = "*/*") -> Document:
+    """The document at ``url``, which may know ``token``, of a type in ``accept``; raises DownloadError."""
     with tempfile.TemporaryDirectory() as folder:
-        document = Path(folder, "document")
-        download(url, document, _MAX_DOCUMENT, lambda *_: None, token)
-        return document.read_bytes()
+        file = Path(folder, "document")
+        reply = download(url, file, _MAX_DOCUMENT, lambda *_: None, token, accept)
+        return Document(reply.url, reply.headers.get_content_type(), file.read_bytes())
 
 
-def download(url: str, file: Path, limit: int, progress: Progress, token: str = "") -> None:
+def download(
+    url: str, file: Path, limit: int, progress: Progress, token: str = "", accept: str = "*/*"
+) -> Any:
     """Download ``url`` to ``file``; ``token`` is what identifies the user to its origin.
 
-    Raises DownloadError, also for more than ``limit`` bytes, and OSError if the file cannot be written.
+    Returns the answer, whose address is that after redirects. Raises DownloadError, also for more than
+    ``limit`` bytes, AbsentError if the server has no such file, and OSError if it cannot be written.
     """
     for attempt in range(_ATTEMPTS):
         time.sleep(_PAUSE * attempt)
         try:
-            with _open(url, token) as reply, file.open("wb") as target:
+            with _open(url, token, accept) as reply, file.open("wb") as target:
                 _receive(reply, target, limit, progress)
-                return
+                return reply
         except DownloadError as error:
             if isinstance(error, _TransientError) and attempt < _ATTEMPTS - 1:
                 continue
-            message = f"{url} cannot be downloaded: {error}."
-            raise DownloadError(message, error.hint) from error
+            kind = AbsentError if isinstance(error, AbsentError) else DownloadError
+            raise kind(f"{url} cannot be downloaded: {error}.", error.hint) from error
+    raise AssertionError("the last attempt returns or raises")
 
 
-def _open(url: str, token: str) -> Any:
+def _open(url: str, token: str, accept: str) -> Any:
     """The answer of ``url``; raises DownloadError."""
     # No compression: lengths are those of the file.
     agent = f"hatch-epcontext/{hatch_epcontext.__version__}"
-    headers = {"User-Agent": agent, "Accept-Encoding": "identity"}
+    headers = {"User-Agent": agent, "Accept-Encoding": "identity", "Accept": accept}
     try:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise DownloadError("it is no address of a web server", _CHECK)
         request = urllib.request.Request(url, headers=headers)  # noqa: S310, checked
         if token:
             # In a redirect only `_Redirects` repeats it.
@@ -113,7 +133,7 @@ def _open(url: str, token: str) -> Any:
     except urllib.error.HTTPError as error:
         error.close()
         raise _refusal(error) from None
-    except ValueError:
+    except (ValueError, http.client.InvalidURL):
         raise DownloadError("it leads to an invalid address", _CHECK) from None
     except (http.client.HTTPException, OSError) as error:
         raise _TransientError(_reason(error)) from error
@@ -192,6 +212,8 @@ def _refusal(error: urllib.error.HTTPError) -> DownloadError:
     if error.code in (408, 429) or error.code >= 500:
         return _TransientError(reason)
     hint = f"{_CHECK} Is the file still there?"
+    if error.code == http.HTTPStatus.NOT_FOUND:
+        return AbsentError(reason, hint)
     if error.code in (401, 403):
         hint = "On the hub: accept its terms on its page, and set HF_TOKEN to a token that may read it."
     return DownloadError(reason, hint)

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import html
-import http.client
 import re
 import shutil
 import subprocess
 import sys
-import urllib.request
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import quote, unquote, urldefrag, urljoin, urlsplit
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.requirements import Requirement
@@ -35,9 +31,10 @@ from hatch_epcontext.errors import (
     Problem,
     RequirementError,
 )
-from hatch_epcontext.files import file_sha256, temp_dir
+from hatch_epcontext.files import MAX_BYTES, file_sha256, temp_dir
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Source
+from hatch_epcontext.jobs.index import IndexFile, files_of
 from hatch_epcontext.jobs.plan import jobs_of
 from hatch_epcontext.jobs.web import download
 from hatch_epcontext.package.bundle import Bundle
@@ -223,7 +220,8 @@ def published_version(wheel: Path, companion: Companion, published: str) -> str 
     """The published version that has the models of ``wheel``; None if they are new.
 
     ``published``: a folder of wheels, or the URL of an index. Of it the version of ``wheel`` is compared, and
-    the newest. Raises OSError, and ConfigError if that version is there with other models, or unreadable.
+    the newest. Raises OSError for the folder, DownloadError for the index, and ConfigError if that version is
+    there with other models, or unreadable.
     """
     own, wheels = Version(companion.version), _published(companion.name, published)
     for version in dict.fromkeys((own, *sorted(wheels, reverse=True)[:1])):
@@ -236,20 +234,34 @@ def published_version(wheel: Path, companion: Companion, published: str) -> str 
     return None
 
 
-def _is_same(wheel: Path, companion: Companion, place: str) -> bool:
-    url, fragment = urldefrag(place)
-    # As indexes write it; it saves a download.
-    if fragment == f"sha256={file_sha256(wheel)}":
+def _published(name: str, published: str) -> dict[Version, Path | IndexFile]:
+    """The published wheels of the distribution ``name``, by version."""
+    files: Iterable[Path | IndexFile] = (
+        files_of(name, published) if "://" in published else Path(published).iterdir()
+    )
+    wheels = dict[Version, Path | IndexFile]()
+    for file in files:
+        # Other files, and names of no valid form.
+        with contextlib.suppress(ValueError):
+            distribution, version, *_ = parse_wheel_filename(file.name)
+            if distribution == name:
+                wheels[version] = file
+    return wheels
+
+
+def _is_same(wheel: Path, companion: Companion, published: Path | IndexFile) -> bool:
+    if isinstance(published, Path):
+        return _content(published, companion) == _content(wheel, companion)
+    # It saves a download.
+    if published.sha256 == file_sha256(wheel):
         return True
     with temp_dir() as folder:
-        earlier = Path(unquote(url))
-        if "://" in url:
-            earlier = folder / wheel.name
-            try:
-                download(url, earlier, 1 << 34, lambda *_: None)
-            except DownloadError as error:
-                problem = Problem.at(companion.key, error.kind, f"{error}", error.hint)
-                raise ConfigError(problem) from error
+        earlier = folder / wheel.name
+        try:
+            download(published.url, earlier, MAX_BYTES, lambda *_: None)
+        except DownloadError as error:
+            problem = Problem.at(companion.key, error.kind, f"{error}", error.hint)
+            raise ConfigError(problem) from error
         return _content(earlier, companion) == _content(wheel, companion)
 
 
@@ -271,31 +283,3 @@ def _content(wheel: Path, companion: Companion) -> str | None:
                 about.pop(name, None)
     files = {name: record for name, record in package.files.items() if "/" in name}
     return value_sha256([files, components])
-
-
-def _published(name: str, published: str) -> dict[Version, str]:
-    """Where the published wheels of the distribution ``name`` are, by version."""
-    links, wheels = list[str](), dict[Version, str]()
-    if "://" in published:
-        page = f"{published.rstrip('/')}/{name}/"
-        try:
-            with urllib.request.urlopen(page, timeout=30) as reply:  # noqa: S310, of the user
-                text = reply.read().decode(errors="replace")
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            # Also for what is no URL.
-            if getattr(error, "code", 0) != http.HTTPStatus.NOT_FOUND:
-                raise OSError(f"{page}: {error}") from error
-            # Nothing was published.
-            text = ""
-        addresses = re.findall(r"""<a\s[^>]*?href=["']([^"']+)["']""", text, re.IGNORECASE)
-        links += (urljoin(page, html.unescape(link)) for link in addresses)
-    else:
-        links += (quote(file.as_posix()) for file in Path(published).iterdir())
-    for link in links:
-        # Other files, and names of no valid form.
-        with contextlib.suppress(ValueError):
-            file = unquote(urlsplit(link).path.rpartition("/")[2])
-            package, version, *_ = parse_wheel_filename(file)
-            if package == name:
-                wheels[version] = link
-    return wheels

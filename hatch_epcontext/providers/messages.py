@@ -24,9 +24,9 @@ _SUPPLIERS = {
 """For each product the starts of the names of its libraries, without ``lib``."""
 
 _MISSING = re.compile(
-    r"(?P<name>[^\s/\\\"']+\.so[.\d]*): cannot open shared object file"
+    r"(?<![^\s/\\\"'])(?P<name>[^\s/\\\"']+\.so[.\d]*): cannot open shared object file"
     # Windows names the library that is loaded, even if a library that it needs is missing.
-    r"|\b(?:error|code):? 126\b.*?(?P<dll>[^\s/\\\"']+\.dll)\b"
+    r"|\b(?:error|code):? 126\b.{0,999}?(?P<dll>[^\s/\\\"']{1,255}\.dll)\b"
     # So does Python.
     r"|Could not find module '(?:[^']*[/\\])?(?P<module>[^'/\\]+)' \(or one of its dependencies\)",
     re.IGNORECASE,

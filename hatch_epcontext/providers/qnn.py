@@ -138,9 +138,9 @@ def _is_set(value: str) -> bool:
     return any(chip != "0" for chip in value.split(","))
 
 
-_NODE = r"[ \t]*Operator type: \S+ Node name: (.*?) Node index: \d+\n"
+_NODE = r"Operator type: \S{1,999} Node name: (.{0,999}?) Node index: \d+\n"
 _REFUSED = re.compile(
-    rf"Validation FAILED for [^\n]*\n((?:{_NODE.replace('(', '(?:')})+)[ \t]*REASON : ([^\n]*)"
+    rf"Validation FAILED for [^\n]*\n((?:[ \t]*{_NODE.replace('(', '(?:')})+)[ \t]*REASON : ([^\n]*)"
 )
 _NAME = re.compile(_NODE)
 

@@ -352,7 +352,7 @@ def missing_for(library: Path) -> list[MissingLibrary]:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         command = ("ldd", str(library))
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        names += re.findall(r"^\s*(\S+) => not found", result.stdout, re.MULTILINE)
+        names += re.findall(r"^[ \t]*(\S+) => not found", result.stdout, re.MULTILINE)
     lacking = list[MissingLibrary | None]()
     for name in names:
         # A library that this process has loaded, from a pip package, is not missing.

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
-from hatch_epcontext.errors import ConfigError, Key, RequirementError
+from hatch_epcontext.errors import ConfigError, DownloadError, Key, RequirementError
 from hatch_epcontext.package.companions import (
     Companion,
     pinned,
@@ -124,7 +124,7 @@ def published(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("url", ["http://a b", "http://[a", "ab://c"])
 def test_an_address_that_is_none_is_an_error_that_names_it(url: str) -> None:
     companion = Companion("my-app-models", "my_app_models", "1", "my-app[cpu]", Key())
-    with pytest.raises(OSError, match=re.escape(f"{url}/my-app-models/: ")):
+    with pytest.raises(DownloadError, match=re.escape(f"{url}/my-app-models/ cannot be downl")):
         published_version(Path("my_app_models-1-py3-none-any.whl"), companion, url)
 
 
