@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,11 +38,13 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.index import IndexFile, files_of
 from hatch_epcontext.jobs.plan import jobs_of
+from hatch_epcontext.jobs.requirements import GENAI, TOOLS
 from hatch_epcontext.jobs.web import download
 from hatch_epcontext.package.bundle import Bundle
 from hatch_epcontext.package.folder import read
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata, tag
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.serialize import to_plain, value_sha256
 from hatch_epcontext.shipped import METADATA
 from hatch_epcontext.text import listing, near_name, to_toml
@@ -102,42 +106,111 @@ def project_metadata(root: Path, table: Mapping[str, Any], *, by_hatch: bool) ->
 def pinned(config: Config, project: ProjectMetadata, package: str = "") -> list[Companion]:
     """All companions of ``config``, as the app ``project`` with the import package ``package`` pins them.
 
-    Raises ConfigError for those that it does not pin, and for models of one sidecar in several wheels.
+    Raises ConfigError for those that it does not pin, or whose names others have, and for models of one
+    sidecar in several wheels.
     """
     jobs_of(config)
-    app, companions, problems = canonicalize_name(project.name), list[Companion](), list[Problem]()
+    companions, problems = list[Companion](), list[Problem]()
     named: dict[str, list[Requirement]] = {}
     for requirement in map(Requirement, project.dependencies):
         named.setdefault(canonicalize_name(requirement.name), []).append(requirement)
     for name, key in config.companions.items():
-        own, marker = named.get(name, []), _marker(config.of_wheel(name))
-        extras = [e for r in own for e in re.findall(r'extra == "([^"]+)"', str(r.marker))]
-        pins = {re.fullmatch(r"==[^=*,]+", str(r.specifier)) and str(r.specifier) for r in own}
-        numbers = [n for r in own for n in re.findall(r"\d[^.,*]*(?:\.[^.,*]+)*", str(r.specifier))]
-        version = numbers[0] if numbers else "1"
-        text = f"{name}=={version}" + (f"; {marker}" if marker else "")
-        extra = extras[0] if extras else re.sub(f"^{re.escape(app)}-(models-)?", "", name)
-        line = f"Write in [project.optional-dependencies]: {extra} = {to_toml([text])}"
-        message, module = "", name.replace("-", "_")
-        if name == app or module == package:
-            message, line = "is the app itself, or its package.", "Give the companion another name."
-        elif not own:
-            message = "is not pinned by any extra of the app, and could not be installed with it."
-            near = near_name(name, named.keys() - config.companions.keys())
-            line = " ".join(filter(None, (near, line)))
-        elif len(pins) > 1 or None in pins:
-            others = listing(str(r.specifier) or "any" for r in own)
-            message = f"must be pinned with == to one version, by which it is built, not {others}."
-        elif marker and not all(re.search("platform|os_name", str(r.marker)) for r in own):
-            message = "is for some platforms only, and without a marker the extra is for all."
-        if message:
-            problems.append(Problem.at(key, Kind.INVALID_COMPANION, f"{name} {message}", line))
+        own, marker, module = named.get(name, []), _marker(config.of_wheel(name)), _module(name)
+        extras = [extra for requirement in own for extra in _extras(requirement)]
+        versions = [s.version.removesuffix(".*") for r in own for s in r.specifier] or ["1"]
+        install = f"{project.name}[{extras[0]}]" if extras else project.name
+        near = near_name(name, named.keys() - config.companions.keys()) if not own else None
+        hint = " ".join(filter(None, (near, _line(name, versions[0], marker, extras, project))))
+        if owner := _owner(name, own, config, project, package):
+            message, hint = f"{owner}.", "Give the companion another name."
         else:
-            install = f"{project.name}[{extras[0]}]" if extras else project.name
-            companions.append(Companion(name, module, version, install, key))
+            message = _wrong_pin(own, marker)
+        if message:
+            problems.append(Problem.at(key, Kind.INVALID_COMPANION, f"{name} {message}", hint))
+        else:
+            companions.append(Companion(name, module, versions[0], install, key))
     if problems:
         raise ConfigError(*problems)
     return companions
+
+
+def _module(name: str) -> str:
+    """The import package of a companion."""
+    return name.replace("-", "_")
+
+
+def _extras(requirement: Requirement) -> list[str]:
+    """The extras of the app that have ``requirement``."""
+    # packaging has no other access to the parts of a marker.
+    return re.findall(r'extra == "([^"]+)"', str(requirement.marker))
+
+
+def _pin(requirement: Requirement) -> str | None:
+    """The only version that ``requirement`` takes, by ==; else None."""
+    specifiers = [*requirement.specifier]
+    is_pin = len(specifiers) == 1 and specifiers[0].operator == "=="
+    return specifiers[0].version if is_pin and specifiers[0].version[-1] != "*" else None
+
+
+def _line(name: str, version: str, marker: str, extras: list[str], project: ProjectMetadata) -> str:
+    """What to write in the app's ``pyproject.toml``."""
+    text = f"{name}=={version}" + (f"; {marker}" if marker else "")
+    app = canonicalize_name(project.name)
+    extra = extras[0] if extras else name.removeprefix(f"{app}-").removeprefix("models-")
+    return f"Write in [project.optional-dependencies]: {extra} = {to_toml([text])}"
+
+
+def _wrong_pin(own: list[Requirement], marker: str) -> str:
+    """What is wrong with the requirements of a companion, which is for the machines of ``marker``."""
+    pins = set(map(_pin, own))
+    if not own:
+        return "is not pinned by any extra of the app, and could not be installed with it."
+    if len(pins) > 1 or None in pins:
+        others = listing(str(requirement.specifier) or "any" for requirement in own)
+        return f"must be pinned with == to one version, by which it is built, not {others}."
+    if marker and not all(re.search("platform|os_name", str(r.marker)) for r in own):
+        return "is for some platforms only, and without a marker the extra is for all."
+    return ""
+
+
+def _owner(
+    name: str, own: list[Requirement], config: Config, project: ProjectMetadata, package: str
+) -> str:
+    """Who has the name of a companion already, as a distribution or an import package; empty for nobody.
+
+    ``own``: the app's requirements of that name.
+    """
+    module = _module(name)
+    if name == canonicalize_name(project.name) or module == package:
+        return "is the app itself, or its package"
+    if module in sys.stdlib_module_names:
+        return "is a module of Python's standard library"
+    providers = [*PROVIDERS.values(), *(target.provider for target in config.targets)]
+    plugins = [provider.plugin for provider in providers if provider.plugin]
+    runtime = [*DISTRIBUTIONS, *TOOLS, GENAI, *(plugin.package for plugin in plugins)]
+    runtime += (r for provider in providers for r in provider.requirements)
+    runtime += (r for target in config.targets for r in target.requirements or ())
+    runtimes = {canonicalize_name(Requirement(text).name) for text in filter(None, runtime)}
+    modules = {_module(runtime) for runtime in runtimes} | {plugin.module for plugin in plugins}
+    if name in runtimes or module in modules:
+        return "is a package that opens or compiles models"
+    outside = [requirement for requirement in own if not _extras(requirement)]
+    if outside and (len(outside) < len(own) or None in map(_pin, outside)):
+        return "is a dependency of the app"
+    return "is another package, which is installed here" if _is_installed(name, module) else ""
+
+
+def _is_installed(name: str, module: str) -> bool:
+    """Whether a package that is no companion has this ``name``, or the import package ``module``."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        record = metadata.distribution(name).read_text("RECORD") or ""
+        if f"{module}/{FILE}," not in record:
+            return True
+    spec = importlib.util.find_spec(module)
+    # A folder without __init__.py has no origin: it may be any one.
+    if spec is None or spec.origin is None:
+        return False
+    return not Path(spec.origin).with_name(FILE).is_file()
 
 
 def _tag(config: Config) -> str:

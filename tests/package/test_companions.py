@@ -94,6 +94,54 @@ def test_the_app_is_no_companion_of_itself(config: Config) -> None:
         pinned(config, ProjectMetadata("my-app", "1"), "my_app_models_source")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("json", "standard library"),
+        ("onnxruntime", "opens or compiles models"),
+        ("onnxruntime-gpu", "opens or compiles models"),
+        ("onnxruntime-genai", "opens or compiles models"),
+        ("onnxruntime-qnn", "opens or compiles models"),
+        ("onnxruntime-ep-openvino", "opens or compiles models"),
+        ("numpy", "opens or compiles models"),
+        # A distribution whose import package has another name, the reverse, and a single file.
+        ("pyyaml", "is installed here"),
+        ("yaml", "is installed here"),
+        ("typing-extensions", "is installed here"),
+        ("some-dependency", "is a dependency of the app"),
+    ],
+)
+def test_a_companion_has_the_name_of_no_other_package(
+    config: Config, name: str, message: str
+) -> None:
+    own = read(config.root, TOML.replace("my-app-models-source", name))
+    pins = (f"my-app-models-npu==1; {WINDOWS} and extra == 'npu'", f"{name}==1; extra == 'c'")
+    project = ProjectMetadata("my-app", "1.0", None, (*pins, "Some.Dependency>=2"))
+    with pytest.raises(ConfigError, match=message) as raised:
+        pinned(own, project)
+    (problem,) = raised.value.problems
+    assert str(problem.key) == "tool.epcontext.models[1].fallback.companion"
+
+
+def test_a_companion_that_is_installed_keeps_its_name(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, about = tmp_path / "my_app_models_source", tmp_path / "my_app_models_source-1.dist-info"
+    folder.mkdir()
+    about.mkdir()
+    (folder / "__init__.py").touch()
+    (about / "METADATA").write_text("Name: my-app-models-source\nVersion: 1\n", encoding="utf-8")
+    (about / "RECORD").write_text("my_app_models_source/__init__.py,,\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    pins = (f"my-app-models-npu==1; {WINDOWS} and extra == 'npu'", SOURCE_PIN)
+    project = ProjectMetadata("my-app", "1.0", None, pins)
+    with pytest.raises(ConfigError, match="is installed here"):
+        pinned(config, project)
+    (folder / "manifest.json").touch()
+    (about / "RECORD").write_text("my_app_models_source/manifest.json,,\n", encoding="utf-8")
+    assert len(pinned(config, project)) == 2
+
+
 def test_models_that_share_weights_are_in_one_wheel(config: Config) -> None:
     own = 'targets.npu.companion = "my-app-models-npu"'
     toml = GROUP.replace('path = "models/b.onnx"', f'path = "models/b.onnx"\n{own}')
