@@ -50,7 +50,7 @@ LAYERS = [
 
 BORDER = {
     "worker": {"protocol", "requests", "results"},
-    "graph": {"facts", "limits", "number_format", "operators"},
+    "graph": {"facts", "number_format", "operators"},
 }
 """The modules of ``worker`` and ``graph`` that others import: what crosses the border of the processes.
 
