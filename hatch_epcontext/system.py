@@ -1,4 +1,7 @@
-"""The operating system: its errors in messages, such as a full disk, its signals as errors, its libraries."""
+"""The operating system: its errors in messages, such as a full disk, its signals as errors, its libraries.
+
+And how many cores and how much memory it gives to this process.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,9 @@ _FULL_IN_WORDS = re.compile(
 
 _NO_ROOM = 64 << 10
 """Bytes below which a file system counts as full: libraries that fail to write rarely report the reason."""
+
+_OWN_GROUP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 @contextlib.contextmanager
@@ -188,3 +194,36 @@ def terminated_as_error() -> Iterator[None]:
 def _end(signal_number: int, frame: FrameType | None) -> None:
     signal.signal(signal_number, signal.SIG_DFL)
     raise Terminated(128 + signal_number)
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_memory() -> int | None:
+    """Bytes of free memory, within the limits of this process's control groups; None if unknown."""
+    if sys.platform != "linux":
+        return None
+    return min((*_system_memory(), *_group_memory()), default=None)
+
+
+def _system_memory() -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+
+
+def _group_memory() -> Iterator[int]:
+    """The bytes left in this process's control group, and in those around it (version 2)."""
+    with contextlib.suppress(OSError):
+        for line in _OWN_GROUP.read_text(encoding="utf-8").splitlines():
+            own = _GROUPS / line.removeprefix("0::/")
+            for group in (own, *own.parents) if line.startswith("0::/") else ():
+                with contextlib.suppress(OSError, ValueError):
+                    limit = int((group / "memory.max").read_text(encoding="ascii"))
+                    used = int((group / "memory.current").read_text(encoding="ascii"))
+                    yield max(0, limit - used)

@@ -2,12 +2,21 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from hatch_epcontext import system
 from hatch_epcontext.errors import BuildError, Kind, OutputError
-from hatch_epcontext.system import full_disk_problem, is_refusal, system_problem, writing
+from hatch_epcontext.system import (
+    cores,
+    free_memory,
+    full_disk_problem,
+    is_refusal,
+    system_problem,
+    writing,
+)
 
 
 def test_a_full_disk_is_named_with_what_was_written_and_where_to_go() -> None:
@@ -54,3 +63,32 @@ def test_a_disk_is_full_if_somebody_says_so(tmp_path: Path) -> None:
     assert said is not None
     assert said.kind is Kind.SYSTEM_ERROR
     assert str(tmp_path) in said.message
+
+
+def test_this_machine_has_cores() -> None:
+    assert 1 <= cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much memory is free")
+def test_this_machine_has_free_memory() -> None:
+    free = free_memory()
+    assert free is not None
+    assert 0 < free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has control groups")
+def test_the_limits_of_a_control_group_and_of_those_around_it_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, own = tmp_path / "groups", tmp_path / "cgroup"
+    inside = root / "user" / "build"
+    inside.mkdir(parents=True)
+    own.write_text("1:cpu:/other\n0::/user/build\n", encoding="utf-8")
+    for group, limit, used in ((inside, "max", 10), (root / "user", "1000", 900)):
+        (group / "memory.max").write_text(f"{limit}\n", encoding="utf-8")
+        (group / "memory.current").write_text(f"{used}\n", encoding="utf-8")
+    monkeypatch.setattr(system, "_GROUPS", root)
+    monkeypatch.setattr(system, "_OWN_GROUP", own)
+    assert free_memory() == 100
+    (root / "user" / "memory.current").write_text("2000\n", encoding="utf-8")
+    assert free_memory() == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,6 +28,7 @@ from hatch_epcontext.jobs.requirements import check_environment, versions_of
 from hatch_epcontext.jobs.sources import cut_plan, read_sources
 from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.system import cores, free_memory
 from hatch_epcontext.text import listing
 
 T = TypeVar("T")
@@ -45,9 +44,6 @@ _MODEL_COPIES = 4
 
 _MAX_NAMED = 3
 """The most inputs that a line names."""
-
-_OWN_GROUP = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")
 
 
 class IncompleteError(BuildError):
@@ -271,36 +267,3 @@ def jobs_at_once(configured: int | Literal["auto"], largest_model: int) -> int:
     memory = free_memory()
     fit = cores() if memory is None else memory // (_JOB_MEMORY + _MODEL_COPIES * largest_model)
     return max(1, min(cores(), fit))
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def free_memory() -> int | None:
-    """Bytes of free memory, within the limits of this process's control groups; None if unknown."""
-    if sys.platform != "linux":
-        return None
-    return min((*_system_memory(), *_group_memory()), default=None)
-
-
-def _system_memory() -> Iterator[int]:
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                yield int(line.split()[1]) * 1024
-
-
-def _group_memory() -> Iterator[int]:
-    """The bytes left in this process's control group, and in those around it (version 2)."""
-    with contextlib.suppress(OSError):
-        for line in _OWN_GROUP.read_text(encoding="utf-8").splitlines():
-            own = _GROUPS / line.removeprefix("0::/")
-            for group in (own, *own.parents) if line.startswith("0::/") else ():
-                with contextlib.suppress(OSError, ValueError):
-                    limit = int((group / "memory.max").read_text(encoding="ascii"))
-                    used = int((group / "memory.current").read_text(encoding="ascii"))
-                    yield max(0, limit - used)
