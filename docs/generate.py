@@ -339,7 +339,7 @@ def configuration() -> str:
 def _keys(table: type[Any]) -> Iterator[tuple[str, ...]]:
     hints = get_type_hints(table)
     for field in dataclasses.fields(table):
-        doc = _linked(field.metadata["doc"])
+        doc = _linked(tables.declaration_of(field).doc)
         yield f"`{toml_key(field.name)}`", _takes(hints[field.name]), _if_missing(field), doc
 
 
@@ -350,7 +350,7 @@ def _takes(type_: Any) -> str:
 
 
 def _if_missing(field: dataclasses.Field[Any]) -> str:
-    if field.metadata["required"]:
+    if tables.declaration_of(field).required:
         return "required"
     if text := json_schema.when_missing(field):
         return text

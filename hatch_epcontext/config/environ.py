@@ -17,6 +17,7 @@ from hatch_epcontext.config.tables import (
     Editable,
     ValidationMode,
     WheelTable,
+    declaration_of,
     declare,
     faults_of_key,
     must_be,
@@ -125,13 +126,13 @@ class Variable:
     @property
     def doc(self) -> str:
         """What it does."""
-        own: str = self.key.metadata["doc"]
-        return f"Wins over `{self.table}.{toml_key(self.key.name)}`." if self.table else own
+        own = f"Wins over `{self.table}.{toml_key(self.key.name)}`."
+        return own if self.table else declaration_of(self.key).doc
 
     @property
     def is_secret(self) -> bool:
         """Whether no message shows an invalid value. An empty one is the value None."""
-        return bool(self.key.metadata["is_secret"])
+        return declaration_of(self.key).is_secret
 
     def read(self, text: str) -> Any:
         """The value in ``text``; raises ValueError with the allowed values."""
@@ -223,7 +224,7 @@ def _variables(table: type[Any], name: str = "") -> Mapping[str, Variable]:
     return {
         key.name.upper(): Variable(key, hints[key.name], name)
         for key in dataclasses.fields(table)
-        if key.metadata.get("has_variable")
+        if key.metadata and declaration_of(key).has_variable
     }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hatch_epcontext.config.tables import ModelTable, RootTable, TargetTable
+from hatch_epcontext.config.tables import ModelTable, RootTable, TargetTable, declaration_of
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import show, toml_key
 
@@ -69,11 +69,11 @@ def _table(table: type) -> dict[str, Any]:
     properties, required = {}, []
     for field in dataclasses.fields(table):
         key = toml_key(field.name)
-        doc = field.metadata["doc"]
+        doc = declaration_of(field).doc
         if missing := when_missing(field):
             doc += f" Default: {missing}."
         properties[key] = {**_schema(hints[field.name]), "description": doc}
-        if field.metadata["required"]:
+        if declaration_of(field).required:
             required.append(key)
         elif field.default not in (None, dataclasses.MISSING, (), ""):
             properties[key]["default"] = field.default
@@ -85,9 +85,9 @@ def _table(table: type) -> dict[str, Any]:
 
 def when_missing(field: dataclasses.Field[Any]) -> str:
     """What applies if the key of ``field`` is missing, unless it is the field's default."""
-    if field.metadata["otherwise"] is not None:
-        return f"`{show(field.metadata['otherwise'])}`"
-    return str(field.metadata["when_missing"])
+    declared = declaration_of(field)
+    missing = declared.otherwise is None
+    return declared.when_missing if missing else f"`{show(declared.otherwise)}`"
 
 
 def _schema(type_: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from hatch_epcontext.config.tables import (
     RootTable,
     TargetTable,
     WheelTable,
+    declaration_of,
     faults_of_key,
 )
 from hatch_epcontext.errors import (
@@ -170,11 +171,12 @@ def _check_values(table: Any, place: tuple[str | int, ...]) -> Iterator[Problem]
     for field in dataclasses.fields(table):
         value, own = getattr(table, field.name), (*place, toml_key(field.name))
         # What a model changes of a target needs no provider; that of a target is another check.
-        if field.metadata["required"] and not value and not isinstance(table, TargetTable):
-            doc = field.metadata["doc"]
+        declared = declaration_of(field)
+        if declared.required and not value and not isinstance(table, TargetTable):
+            doc = declared.doc
             yield Problem.at(Key(own), Kind.MISSING_KEY, f"is required: {doc[0].lower()}{doc[1:]}")
         for inside, allowed, wrong in faults_of_key(field, value):
-            shown = "" if field.metadata["is_secret"] else f", not {show(wrong)}"
+            shown = "" if declared.is_secret else f", not {show(wrong)}"
             message = f"must be {allowed}{shown}."
             yield Problem.at(Key((*own, *inside)), Kind.INVALID_VALUE, message)
         yield from _check_tables(value, own)

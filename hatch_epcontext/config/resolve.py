@@ -39,6 +39,7 @@ from hatch_epcontext.config.tables import (
     RootTable,
     TargetTable,
     ValidateTable,
+    declaration_of,
 )
 from hatch_epcontext.config.targets import (
     NamedTarget,
@@ -419,7 +420,7 @@ def _with_defaults(table: TargetTable) -> TargetTable:
     return dataclasses.replace(
         table,
         **{
-            field.name: field.metadata["otherwise"]
+            field.name: declaration_of(field).otherwise
             for field in dataclasses.fields(TargetTable)
             if getattr(table, field.name) is None
         },

@@ -39,35 +39,42 @@ class Feature:
     has: Callable[[Provider], object]
 
 
-_FACTS: Mapping[str, Any] = {
-    "otherwise": None,
-    "when_missing": "",
-    "check": None,
-    "items": None,
-    "feature": None,
-    "is_secret": False,
-    "required": False,
-    "has_variable": True,
-}
-"""What is declared of a key beside its type, its documentation and its default.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What is declared of a key beside its type and its default; ``doc`` is its documentation.
 
-``otherwise`` is the value of a target's key that is missing; ``when_missing`` describes it if it depends on
-other things. ``check`` is a `Check` of the value, and ``items`` one of each text and number in a list or
-table. Providers without the `Feature` refuse the key. With ``is_secret`` no message shows an invalid value,
-which may contain a password, and an empty environment variable is the value None. The default of a
-``required`` key stands for a missing value. Without ``has_variable`` no environment variable wins over the
-key of ``build`` or ``wheel``.
-"""
+    ``otherwise`` is the value of a target's key that is missing; ``when_missing`` describes it if it depends
+    on other things. ``check`` is one of the value, and ``items`` one of each text and number in a list or
+    table. Providers without the ``feature`` refuse the key. With ``is_secret`` no message shows an invalid
+    value, which may contain a password, and an empty environment variable is the value None. The default of a
+    ``required`` key stands for a missing value. Without ``has_variable`` no environment variable wins over
+    the key of ``build`` or ``wheel``.
+    """
+
+    doc: str
+    otherwise: Any = None
+    when_missing: str = ""
+    check: Check | None = None
+    items: Check | None = None
+    feature: Feature | None = None
+    is_secret: bool = False
+    required: bool = False
+    has_variable: bool = True
 
 
-def declare(doc: str, default: Any = None, **facts: Any) -> Any:
-    """A key; the default of a table is a function that makes it."""
-    assert facts.keys() <= _FACTS.keys()
-    metadata = {**_FACTS, "doc": doc, **facts}
-    shown = not metadata["is_secret"]
+def declare(doc: str, default: Any = None, **declared: Any) -> Any:
+    """A key with its `Declaration`; the default of a table is a function that makes it."""
+    declaration = Declaration(doc=doc, **declared)
+    metadata, shown = {"declaration": declaration}, not declaration.is_secret
     if callable(default):
         return field(default_factory=default, repr=shown, metadata=metadata)
     return field(default=default, repr=shown, metadata=metadata)
+
+
+def declaration_of(key: dataclasses.Field[Any]) -> Declaration:
+    """What `declare` was told of the ``key``."""
+    declaration: Declaration = key.metadata["declaration"]
+    return declaration
 
 
 def must_be(allowed: str, is_valid: Callable[[Any], object]) -> Check:
@@ -583,7 +590,8 @@ Faults = Iterator[tuple[tuple[str | int, ...], str, Any]]
 
 def faults_of_key(key: dataclasses.Field[Any], value: Any) -> Faults:
     """What the key declares to be invalid in its ``value``."""
-    check, items = key.metadata["check"], key.metadata["items"]
+    declared = declaration_of(key)
+    check, items = declared.check, declared.items
     if value is not None and check is not None and (allowed := check(value)):
         yield (), allowed, value
     if items is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hatch_epcontext.config.environ import ALL
 from hatch_epcontext.config.options import check_options
-from hatch_epcontext.config.tables import Feature, ProfileTable, TargetTable
+from hatch_epcontext.config.tables import ProfileTable, TargetTable, declaration_of
 from hatch_epcontext.errors import Key, Kind, Problem
 from hatch_epcontext.files import file_sha256
 from hatch_epcontext.frozen import dataclass
@@ -108,9 +108,9 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
     """A target's table, without its name."""
     key, table, provider = target.key, target.table, target.provider
     for field in dataclasses.fields(table):
-        feature: Feature | None = field.metadata["feature"]
-        value = getattr(table, field.name)
-        is_missing = value in (None, False, field.metadata["otherwise"])
+        declared = declaration_of(field)
+        feature, value = declared.feature, getattr(table, field.name)
+        is_missing = value in (None, False, declared.otherwise)
         if feature is None or is_missing or feature.has(provider):
             continue
         others = ", ".join(name for name, other in PROVIDERS.items() if feature.has(other))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.config.environ import PREFIX, VARIABLES, Environment, read_environment
-from hatch_epcontext.config.tables import BuildTable, WheelTable
+from hatch_epcontext.config.tables import BuildTable, WheelTable, declaration_of
 from hatch_epcontext.errors import Kind, collect
 from hatch_epcontext.jobs.cache.signing import new_keys
 from hatch_epcontext.text import toml_key
@@ -168,7 +168,7 @@ def keys_with_a_variable() -> list[tuple[str, str]]:
         (name, key.name)
         for name, table in tables
         for key in dataclasses.fields(table)
-        if key.metadata["has_variable"]
+        if declaration_of(key).has_variable
         # These need one another.
         and key.name not in ("scheduler", "shared_cache", "shared_cache_keys")
     ]

@@ -79,7 +79,7 @@ def test_the_schema_has_every_key_with_its_documentation() -> None:
         (tables.BuildTable, made["properties"]["build"]),
         (tables.WheelTable, made["properties"]["wheel"]),
     ):
-        keys = {toml_key(field.name): field.metadata["doc"] for field in dataclasses.fields(table)}
+        keys = {toml_key(f.name): tables.declaration_of(f).doc for f in dataclasses.fields(table)}
         assert place["properties"].keys() == keys.keys()
         assert all(keys.values())
         for key, doc in keys.items():

@@ -15,6 +15,7 @@ from hatch_epcontext.errors import ConfigError, Key, Kind
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.text import to_toml, toml_key
 from tests.config.examples import LONG, PROFILE, one, problems, read, target
 
 
@@ -25,6 +26,25 @@ def test_a_model_narrows_its_targets(project: Path) -> None:
     assert settings.provider_options["vtcm_mb"] == "8"
     assert settings.provider_options["soc_model"] == "60"
     assert (settings.optimization, settings.embed, x_elite.min_coverage) == ("none", False, 0.5)
+
+
+def test_keys_of_a_target_are_settings_of_the_same_name(project: Path) -> None:
+    own = {
+        "optimization": "extended",
+        "embed": True,
+        "external_initializers": True,
+        "unroll_limit": 7,
+        "recompile": True,
+        "dequantize": "all",
+    }
+    toml = "\n".join(f"{toml_key(name)} = {to_toml(value)}" for name, value in own.items())
+    settings = read(project, 'models = ["models/a.onnx"]\n' + one("qnn", toml)).targets[0].settings
+    assert {name: getattr(settings, name) for name in own} == own
+    # Those with other names, or that other keys and the provider decide too.
+    derived = {"provider", "ep", "library_module", "library_sha256", "provider_options", "device"}
+    derived |= {"session_options", "static_shapes", "from_memory", "compile_with", "quantize"}
+    fields = {field.name for field in dataclasses.fields(CompileSettings)}
+    assert fields == own.keys() | derived | {"compute_capabilities"}
 
 
 def test_a_model_is_compiled_for_the_targets_that_it_names(project: Path) -> None:
