@@ -12,17 +12,7 @@ import click
 
 from hatch_epcontext.cli._common import log, open_store
 from hatch_epcontext.cli._settings import use_lines
-from hatch_epcontext.cli.fetch import as_if_pinned, check_location, pin_location, pinned_line
-from hatch_epcontext.cli.init import (
-    NewModel,
-    Pyproject,
-    add_models,
-    add_tables,
-    check_targets,
-    new_model,
-    new_targets,
-    tables_options,
-)
+from hatch_epcontext.cli._tables import add_tables, new_targets, tables_options
 from hatch_epcontext.config.environ import environment_or_error
 from hatch_epcontext.config.location import Download
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Kind, Problem
@@ -31,7 +21,9 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment
 from hatch_epcontext.system import check_folder
 from hatch_epcontext.text import file_name, show
+from hatch_epcontext.tools.adding import NewModel, Pyproject, add_models, check_targets, new_model
 from hatch_epcontext.tools.inspecting import READING, TIMEOUT
+from hatch_epcontext.tools.pinning import as_if_pinned, check_location, pin_location, pinned_line
 from hatch_epcontext.worker.requests import InspectReply
 
 

@@ -14,12 +14,13 @@ from hatch_epcontext.cli._common import (
     verbose_option,
     warn,
 )
-from hatch_epcontext.cli._settings import Project, project_config, project_options
+from hatch_epcontext.cli._settings import project_config, project_options
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import begin, open_cache
 from hatch_epcontext.text import hide_credentials
+from hatch_epcontext.tools.project import Project
 
 
 @click.command("build")

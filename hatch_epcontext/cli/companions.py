@@ -11,13 +11,14 @@ from pathlib import Path
 import click
 
 from hatch_epcontext.cli._common import echo, existing_folder, log, verbose_option
-from hatch_epcontext.cli._settings import Project, use_lines
+from hatch_epcontext.cli._settings import use_lines
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Problem
 from hatch_epcontext.files import replacing
 from hatch_epcontext.package.companions import pinned, project_metadata, published_version
 from hatch_epcontext.project_build import ProjectBuild, Terminal
 from hatch_epcontext.text import listing, show_size
+from hatch_epcontext.tools.project import Project
 
 
 @click.command("companions")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from textwrap import indent
 
@@ -16,7 +15,6 @@ from hatch_epcontext.cli._common import echo
 from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.errors import (
     ROOT,
-    BuildError,
     ConfigError,
     EpcontextError,
     Kind,
@@ -32,28 +30,10 @@ from hatch_epcontext.jobs.requirements import (
     installed,
     owners,
 )
-from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.text import file_name, quoted_key, to_toml
-from hatch_epcontext.worker.requests import Devices, DevicesRequest, EpDevice
-
-_TIMEOUT = 120.0
-"""Seconds for loading one EP's library."""
-
-_NAMED = "The configuration names its library: epcontext doctor --library PATH shows one."
-
-
-@dataclass(frozen=True)
-class ProviderState:
-    """A provider in this environment.
-
-    ``package``: the installed distribution that contains it, with its version; ``reason``: why there
-    are no ``devices``, or why it cannot compile although there are some.
-    """
-
-    provider: str
-    package: str | None
-    devices: tuple[str, ...] = ()
-    reason: str | None = None
+from hatch_epcontext.tools.environment import TIMEOUT, ProviderState, provider_states, versions
+from hatch_epcontext.worker.requests import DevicesRequest, EpDevice
 
 
 @click.command("doctor")
@@ -97,8 +77,8 @@ def _show(states: Iterable[ProviderState]) -> None:
         f"({sys.executable}), {platform.system()} {platform.machine()}"
     )
     for heading, packages in (
-        ("ONNX Runtime", _versions(DISTRIBUTIONS)),
-        ("tools", _versions(requirement.split(">=")[0] for requirement in TOOLS)),
+        ("ONNX Runtime", versions(DISTRIBUTIONS)),
+        ("tools", versions(requirement.split(">=")[0] for requirement in TOOLS)),
     ):
         listed = ", ".join(f"{name} {version}" for name, version in packages.items())
         echo(f"{heading}: {listed or 'none'}")
@@ -121,7 +101,7 @@ def _problems(states: Iterable[ProviderState]) -> list[Problem]:
         check_environment((), TOOLS)
     except EpcontextError as error:
         problems += error.problems
-    if not _versions(DISTRIBUTIONS):
+    if not versions(DISTRIBUTIONS):
         hint = f"Install {' or '.join(DISTRIBUTIONS[:2])}, or another distribution."
         message = "No ONNX Runtime is installed."
         problems.append(Problem(Kind.MISSING_REQUIREMENT, "this environment", message, hint))
@@ -131,57 +111,6 @@ def _problems(states: Iterable[ProviderState]) -> list[Problem]:
         if state.devices and state.reason
     )
     return problems
-
-
-def provider_states() -> list[ProviderState]:
-    """All providers, as they are in this environment."""
-    packages = {
-        name: package
-        for name, provider in PROVIDERS.items()
-        if not provider.needs_library and (package := _package(provider))
-    }
-    with temp_dir() as folder:
-        devices = _devices(tuple(packages), folder) if _versions(DISTRIBUTIONS) else {}
-    return [
-        _state(provider, packages.get(name), devices.get(name))
-        for name, provider in PROVIDERS.items()
-    ]
-
-
-def _devices(providers: tuple[str, ...], folder: Path) -> Mapping[str, Devices]:
-    """The devices of ``providers``, of one worker; of one each if a library ends that, to know which one."""
-    request, location = DevicesRequest(providers), ", ".join(providers)
-    try:
-        return Workers(_TIMEOUT).call(request, folder / location, location=location)
-    except BuildError as error:
-        if len(providers) == 1:
-            return {providers[0]: Devices(reason=error.problems[0].message)}
-        return {name: _devices((name,), folder)[name] for name in providers}
-
-
-def _versions(names: Iterable[str]) -> dict[str, str]:
-    """The installed ones of the distributions ``names``, with their versions."""
-    return {name: version for name in names if (version := installed(name))}
-
-
-def _state(provider: Provider, package: str | None, devices: Devices | None) -> ProviderState:
-    if provider.needs_library:
-        return ProviderState(provider.name, None, reason=_NAMED)
-    if devices is None:
-        needed = " and ".join(provider.requirements or (provider.distributions[0],))
-        reason = f"{needed} is not installed."
-        return ProviderState(provider.name, None, reason=reason)
-    texts = tuple(device.text for device in devices.devices)
-    return ProviderState(provider.name, package, texts, devices.reason)
-
-
-def _package(provider: Provider) -> str | None:
-    """The installed distribution that contains the EP, with its version."""
-    names = [provider.plugin.package] if provider.plugin else list(provider.distributions)
-    names += [
-        name for conflicts in provider.conflicts for name in sorted(conflicts) if name not in names
-    ]
-    return next((f"{name} {version}" for name, version in _versions(names).items()), None)
 
 
 def _describe_library(library: str) -> tuple[str, tuple[EpDevice, ...]]:
@@ -197,7 +126,7 @@ def _describe_library(library: str) -> tuple[str, tuple[EpDevice, ...]]:
     check_environment((), INSPECTION)
     request = DevicesRequest(path=path, module="" if path else library)
     with temp_dir() as folder:
-        reply = Workers(_TIMEOUT).call(request, folder / "library", location=f"library {library}")
+        reply = Workers(TIMEOUT).call(request, folder / "library", location=f"library {library}")
     ((name, offered),) = reply.items()
     if not offered.devices:
         message = f"it was registered as {name}, and offers no device on this machine."

@@ -13,8 +13,9 @@ from hatch_epcontext.cli._common import (
     show_written,
     verbose_option,
 )
-from hatch_epcontext.cli._settings import Project, project_config, project_options
+from hatch_epcontext.cli._settings import project_config, project_options
 from hatch_epcontext.tools.compiling import export
+from hatch_epcontext.tools.project import Project
 
 # Click keeps the lines of a paragraph that begins with a backspace.
 _EXAMPLES = """\b

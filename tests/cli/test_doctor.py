@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.cli import doctor
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.tools import environment
 from tests.altered_workers import write_broken_qnn
 from tests.cli.conftest import Cli
 from tests.conftest import needs, needs_qnn
 
 
 @pytest.fixture(scope="module")
-def states() -> dict[str, doctor.ProviderState]:
-    return {state.provider: state for state in doctor.provider_states()}
+def states() -> dict[str, environment.ProviderState]:
+    return {state.provider: state for state in environment.provider_states()}
 
 
 def test_every_provider_has_devices_or_a_reason_for_none(
-    cli: Cli, states: dict[str, doctor.ProviderState]
+    cli: Cli, states: dict[str, environment.ProviderState]
 ) -> None:
     assert list(states) == list(PROVIDERS)
     assert all(state.devices or state.reason for state in states.values())
@@ -34,7 +34,7 @@ def test_every_provider_has_devices_or_a_reason_for_none(
 
 @needs_qnn
 def test_a_simulated_npu_is_called_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
+    monkeypatch.setattr(environment, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
     machine = ("x86_64" if sys.platform == "linux" else "AMD64", True), ("aarch64", False)
     for name, is_simulated in machine:
         monkeypatch.setattr("platform.machine", lambda name=name: name)
@@ -44,7 +44,7 @@ def test_a_simulated_npu_is_called_so(cli: Cli, monkeypatch: pytest.MonkeyPatch)
 @needs("onnxruntime_ep_nv_tensorrt_rtx")
 @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA GPU")
 def test_a_plugin_ep_without_its_driver_has_a_reason(
-    states: dict[str, doctor.ProviderState],
+    states: dict[str, environment.ProviderState],
 ) -> None:
     assert states["tensorrt-rtx"].devices == ()
     assert "libcuda.so.1" in str(states["tensorrt-rtx"].reason)
@@ -57,7 +57,7 @@ def test_a_library_that_an_ep_loads_later_is_missing(
 ) -> None:
     name = write_broken_qnn(tmp_path / "broken")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
-    monkeypatch.setattr(doctor, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
+    monkeypatch.setattr(environment, "PROVIDERS", {"qnn": PROVIDERS["qnn"]})
     printed = cli("doctor", code=1).stdout
     assert "    QNNExecutionProvider on " in printed
     assert (
@@ -70,7 +70,7 @@ def test_an_environment_without_onnx_runtime_is_a_problem(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requirements, "installed", lambda name: None)
-    monkeypatch.setattr(doctor, "installed", lambda name: None)
+    monkeypatch.setattr(environment, "installed", lambda name: None)
     printed = cli("doctor", code=1).stdout
     assert "ONNX Runtime: none" in printed
     assert "- this environment: EPC101\n        No ONNX Runtime is installed." in printed

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from hatch_epcontext.cli.app import app as commands
-from hatch_epcontext.cli.fetch import Table, pin_location
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.cache.store import Store
+from hatch_epcontext.tools.pinning import Table, pin_location
 from tests.cli.conftest import Cli, problems
 from tests.hub import COMMIT, Hub, model_hub, sha256
 from tests.models import network, save, save_with_data

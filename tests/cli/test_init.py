@@ -46,7 +46,7 @@ def test_models_beyond_the_limit_of_package_indexes_may_be_in_companions(
     cli: Cli, new_project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "companions" not in cli("init", "-p", "cpu", "--dry-run").stdout
-    monkeypatch.setattr("hatch_epcontext.cli.init.MAX_SIZE", 10_000)
+    monkeypatch.setattr("hatch_epcontext.cli._tables.MAX_SIZE", 10_000)
     text = cli("init", "-p", "cpu").stdout
     assert "wheels of their own: see the key companion" in text
 

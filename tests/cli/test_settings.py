@@ -8,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 
 from hatch_epcontext.cli._settings import (
-    Project,
     SettingNames,
     error_text,
     setting_flags,
@@ -24,6 +23,7 @@ from hatch_epcontext.errors import (
     Problem,
     Setting,
 )
+from hatch_epcontext.tools.project import Project
 
 MODELS = {"a": Path("models/a.onnx"), "b": Path("b.onnx")}
 NAMES = SettingNames(MODELS)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.cli.init import NewModel, Pyproject
-from hatch_epcontext.cli.init import add_models as add_unlisted_models
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import HOOK, ConfigError
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.tools.adding import NewModel, Pyproject
+from hatch_epcontext.tools.adding import add_models as add_unlisted_models
 from hatch_epcontext.worker.requests import InspectReply, SuggestedConstant, SuggestReply
 
 QNN, CPU = PROVIDERS["qnn"], PROVIDERS["cpu"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.cli.init import Pyproject, next_steps
+from hatch_epcontext.tools.adding import Pyproject, next_steps
 
 TABLE = """\
 [tool.epcontext.targets.qnn]

@@ -1,0 +1,161 @@
+"""The tables that ``epcontext init`` and ``add`` write, and what they print."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from textwrap import indent, shorten
+from typing import Any
+
+import click
+
+from hatch_epcontext.cli._common import Command, echo, failed_jobs, warn
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.errors import BuildError
+from hatch_epcontext.files import write_atomically
+from hatch_epcontext.package.wheel import MAX_SIZE
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.text import listing, show_size
+from hatch_epcontext.tools.adding import NewModel, Pyproject, add_models, next_steps, one_line
+from hatch_epcontext.tools.environment import provider_states
+from hatch_epcontext.tools.project import Project
+
+_WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
+
+_MAX_REASON = 120
+"""Characters of the reason why a target refuses a model."""
+
+
+def tables_options(command: Command) -> Command:
+    """``--provider`` and ``--dry-run``."""
+    dry_run = click.option("--dry-run", is_flag=True, help="Show the changes, and write nothing.")
+    provider = click.option(
+        "-p",
+        "--provider",
+        "providers",
+        multiple=True,
+        type=click.Choice(_WRITABLE, case_sensitive=False),
+        help="A provider to compile for; repeatable. The default is all that are installed and offer a "
+        "device.",
+    )
+    return provider(dry_run(command))
+
+
+def new_targets(
+    pyproject: Pyproject, providers: tuple[str, ...], target: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """The keys of each new target of the project, ``target``, by its provider; none if it has targets."""
+    return {} if pyproject.table is not None else dict.fromkeys(providers or _usable(), target)
+
+
+def add_tables(
+    pyproject: Pyproject,
+    models: Sequence[NewModel],
+    targets: Mapping[str, Mapping[str, Any]],
+    *,
+    dry_run: bool,
+    trial: bool = False,
+) -> None:
+    """Write the tables of ``models`` and of new ``targets``, and show the next steps.
+
+    With ``trial`` the models are compiled first.
+    """
+    file, before = str(pyproject.file), pyproject.raw
+    new = [model for model in models if model.path not in pyproject.listed]
+    if trial and new:
+        existing = pyproject.project.table("tool", "epcontext", "targets").values()
+        if "cpu" not in [table.get("provider") for table in existing if isinstance(table, dict)]:
+            targets = {**targets, "cpu": targets.get("cpu", {})}
+        new = _try(pyproject, add_models(pyproject, new, targets)[0], new)
+    after, config = add_models(pyproject, new, targets)
+    # A file with the line ends of Windows keeps them.
+    text = after.replace("\n", "\r\n") if "\r\n" in before else after
+    questions = [f"{model.path}: {line}" for model in new for line in model.questions]
+    if dry_run:
+        changed = before.splitlines(), text.splitlines()
+        echo("\n".join(difflib.unified_diff(*changed, file, file, lineterm="")), lines=True)
+    elif text == before:
+        echo(f"{file} stays as it is")
+    else:
+        # A link stays a link.
+        write_atomically(pyproject.file.resolve(), text)
+        # Before all sizes are known, there are only errors to see.
+        echo(
+            f"wrote {file}" + ("" if questions else "; to see the jobs: epcontext build --dry-run")
+        )
+    heading = 'The tables of the models need these lines, with a number for each "?":'
+    for title, advice in (
+        ("Models:", [_describe(m) for m in new if m.tried or m.facts.external_data]),
+        (heading, questions),
+        ("Note:", _size_notes(pyproject.root, new)),
+        *next_steps(Project(pyproject.root, parse(after)), config),
+    ):
+        if advice:
+            echo(f"\n{title}", lines=True)
+            echo(indent("\n".join(advice), "    "), lines=True)
+
+
+def _size_notes(root: Path, models: Iterable[NewModel]) -> list[str]:
+    """What to do if the models are too large for one wheel."""
+    files = {root / model.path for model in models}
+    files |= {(root / m.path).with_name(name) for m in models for name in m.facts.external_data}
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    limit = (
+        f"The models have {show_size(size)}, and package indexes take {show_size(MAX_SIZE)} a file."
+    )
+    remedy = "Targets and source models can have wheels of their own: see the key companion."
+    return [limit, remedy] if size > MAX_SIZE else []
+
+
+def _describe(model: NewModel) -> str:
+    """``model`` with the files of its data, and how it was tried."""
+    data = model.facts.external_data
+    path = f"{model.path}, with its data in {listing(data)}" if data else model.path
+    works = f"{path}: works for {listing(model.works)}" if model.tried else path
+    return "; ".join(filter(None, (works, model.refusals)))
+
+
+def _try(pyproject: Pyproject, text: str, new: Sequence[NewModel]) -> list[NewModel]:
+    """Those of the ``new`` models of ``text`` that work for some of its targets.
+
+    Raises BuildError if the configuration is new, and none works.
+    """
+    others = (f"{PREFIX}TARGETS", f"{PREFIX}FROM_CACHE")
+    environ = {name: value for name, value in os.environ.items() if name not in others}
+    config = pyproject.load(text, environ)
+    models = tuple(m for m in config.models if pyproject.path_of(m) in {n.path for n in new})
+    problems = failed_jobs(replace(config, models=models))
+    tried: dict[str, dict[str, str]] = {model.path: {} for model in new}
+    for model, target in ((m, t) for m in models for t in m.targets):
+        problem, reasons = problems.get((model.name, target.name)), tried[pyproject.path_of(model)]
+        reason = shorten(one_line(problem.message), _MAX_REASON) if problem else ""
+        # A model with several shapes is several of the configuration.
+        reasons[target.name] = reasons.get(target.name) or reason
+    new = [replace(model, tried=tried[model.path]) for model in new]
+    working = [model for model in new if model.works]
+    if pyproject.table is None and not working:
+        raise BuildError(*problems.values())
+    for failed in (model for model in new if not model.works):
+        sizes = f"its sizes are unknown: {'; '.join(failed.questions)}" if failed.questions else ""
+        warn(f"{failed.path} is left out: {sizes or failed.refusals}")
+    return working
+
+
+def _usable() -> list[str]:
+    """The providers that are installed and offer a device here, or else that of the CPU."""
+    states = [state for state in provider_states() if state.package]
+    # A start tries the targets in their order.
+    states.sort(key=lambda s: (s.provider == "cpu", PROVIDERS[s.provider].product != "context"))
+    for state in states:
+        if not state.devices:
+            warn(
+                f"{state.provider}: {state.package} is installed, but {state.reason} No target for it."
+            )
+    usable = [state.provider for state in states if state.devices]
+    if not usable:
+        warn("no EP is installed here, so the target is cpu; choose others with -p.")
+    return usable or ["cpu"]
