@@ -45,9 +45,6 @@ from hatch_epcontext.worker.requests import InspectReply, SuggestReply, SuggestR
 
 _PACKAGE, _BACKEND = "hatch-epcontext", "hatch_epcontext.backend"
 
-_UNKNOWN = "size that the user knows"
-"""Stands for a question mark in a value, which TOML has not."""
-
 _OUTPUTS = frozenset({"build", "dist", "node_modules", "site-packages", "__pycache__"})
 
 _NOT_THE_APP = frozenset(
@@ -336,7 +333,7 @@ def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
         if tensor.name in tables["shapes"]:
             continue
         if tensor.shape is None:
-            tables["shapes"][tensor.name] = _UNKNOWN
+            tables["shapes"][tensor.name] = None
             sizes["shapes"].append((None, f"{tensor.name}: which shape, such as [1, 3]?"))
             continue
         key, shape = "shapes" if None in tensor.shape else "dims", [*tensor.shape]
@@ -344,7 +341,7 @@ def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
             if isinstance(name, int) or (key == "dims" and name in tables[key]):
                 continue
             size = 1 if axis in model.suggested.batches.get(tensor.name, ()) else None
-            shape[axis] = size or _UNKNOWN
+            shape[axis] = size
             if key == "dims":
                 tables[key][str(name)] = shape[axis]
             what = name or f"axis {axis} of {tensor.name}"
@@ -354,10 +351,20 @@ def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
     for key, notes in sizes.items():
         if tables[key]:
             values = {size for size, _ in notes}
-            text = to_toml(tables[key]).replace(to_toml(_UNKNOWN), "?")
+            text = _with_questions(tables[key])
             comment = "; ".join(dict.fromkeys(one_line(note) for _, note in notes))
             line = f"{key} = {text}" + (f"  # {comment}" if comment else "")
             yield line, None in values, values == {1} and key not in model.settings
+
+
+def _with_questions(value: Any) -> str:
+    """``value`` in TOML, with a question mark for each unknown size: for None."""
+    if isinstance(value, Mapping):
+        items = (f"{quoted_key(name)} = {_with_questions(item)}" for name, item in value.items())
+        return f"{{ {', '.join(items)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_with_questions, value))}]"
+    return "?" if value is None else to_toml(value)
 
 
 def _constants(model: NewModel, *, static: bool) -> Iterator[str]:
