@@ -72,7 +72,8 @@ class Backend:
         }
         with zipfile.ZipFile(pathlib.Path(folder, name), "w") as archive:
             for path, text in files.items():
-                archive.writestr(path, text)
+                # A path alone gets the time in SOURCE_DATE_EPOCH, from Python 3.14 on.
+                archive.writestr(zipfile.ZipInfo(path), text)
         return name
 
     def build_sdist(self, folder, config_settings=None):
