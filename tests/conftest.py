@@ -97,7 +97,10 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Store bytecode once, despite PYTHONDONTWRITEBYTECODE: hundreds of processes import the package."""
+    """Set what all tests and the processes that they start share."""
+    # Archives that tests write get no date from the environment: it may be one that none can have.
+    os.environ.pop("SOURCE_DATE_EPOCH", None)
+    # Bytecode is stored once, despite PYTHONDONTWRITEBYTECODE: hundreds of processes import the package.
     sys.dont_write_bytecode = False
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(REPOSITORY / "hatch_epcontext", quiet=2)
