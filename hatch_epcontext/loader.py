@@ -868,7 +868,7 @@ def user_folder() -> Path:
         folder = Path(tempfile.mkdtemp(prefix="epcontext-"))
         # Not in a process that was forked from this one.
         maker = os.getpid()
-        atexit.register(lambda: maker == os.getpid() and shutil.rmtree(folder, True))  # type: ignore[func-returns-value]
+        atexit.register(lambda: shutil.rmtree(folder, True) if maker == os.getpid() else None)
     return folder
 
 

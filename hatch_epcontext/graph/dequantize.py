@@ -115,7 +115,7 @@ class _Product(NamedTuple):
         if len(sizes) > self.weight.ndim or factor.size != sizes[1 if convolves else -1]:
             return None
         # The channels are axis 1 of the result, and axis 0 of the weight.
-        factor = factor.reshape(sizes).swapaxes(0, 1) if convolves else factor
+        factor = np.reshape(factor, sizes).swapaxes(0, 1) if convolves else factor
         weight = builder.store(self.weight * factor.astype(np.float32))
         operator = "Conv" if convolves else "MatMul"
         (product,) = builder.add_like(self.node, operator, [self.real, weight])

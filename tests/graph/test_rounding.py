@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -28,7 +29,7 @@ def emulated(
     **stored: float,
 ) -> list[float]:
     """What ``nodes``, of which the last one makes ``y``, give for ``x``."""
-    tensors = {name: np.float32(number) for name, number in stored.items()}
+    tensors: dict[str, Any] = {name: np.float32(number) for name, number in stored.items()}
     made = parsed(f"(float[{len(x)}] x) => (float[{len(x)}] y) {{ {nodes} }}", **tensors)
     emulate(made, {}, format_, frozenset(skipped))
     onnx.checker.check_model(made)

@@ -43,7 +43,7 @@ def differing(
 
 @pytest.mark.parametrize("difference", [1e-6, 0.0123456, 3.0])
 def test_the_limits_of_a_message_are_enough(difference: float) -> None:
-    outputs = {"y": WANTED["y"] + np.float32(difference)}
+    outputs = {"y": np.add(WANTED["y"], difference, dtype=np.float32)}
     (setting,) = differing(outputs, Tolerance(-200, 0.0, atol=1e-9)).settings
     assert isinstance(setting.value, dict)
     allowed = setting.value["outputs"]["y"]
@@ -64,7 +64,7 @@ def test_the_limits_of_a_message_are_enough_for_values_that_are_equal_or_not(wro
 
 
 def test_inputs_that_are_given_are_not_asked_for() -> None:
-    outputs = {"y": np.float32(0.2) * WANTED["y"]}
+    outputs = {"y": np.multiply(0.2, WANTED["y"], dtype=np.float32)}
     (setting,) = differing(outputs, Tolerance(20, 0.99)).settings
     assert "inputs" in str(setting)
     given = replace(SPEC, validate=ValidateTable(inputs="/tmp/a.npz"))

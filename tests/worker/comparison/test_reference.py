@@ -64,7 +64,9 @@ def clipped(made: onnx.ModelProto, limit: float) -> onnx.ModelProto:
     last = changed.graph.node[-1]
     name, last.output[0] = last.output[0], "raw"
     for bound, number in (("lo", -limit), ("hi", limit)):
-        changed.graph.initializer.append(numpy_helper.from_array(np.float32(number), bound))
+        changed.graph.initializer.append(
+            numpy_helper.from_array(np.array(number, np.float32), bound)
+        )
     changed.graph.node.append(helper.make_node("Clip", ["raw", "lo", "hi"], [name]))
     return changed
 
