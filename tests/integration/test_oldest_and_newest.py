@@ -16,8 +16,9 @@ pytestmark = [
     pytest.mark.network,
 ]
 
-# Python 3.10 has no newer one than this.
-OLDEST, NEWEST = "onnxruntime==1.23.2", "onnxruntime"
+# Python 3.10 has no newer one than 1.23.2, and Python 3.14 no older one than 1.24.1.
+OLDEST = f"onnxruntime=={'1.23.2' if sys.version_info < (3, 14) else '1.24.1'}"
+NEWEST = "onnxruntime"
 
 SCRIPT = """
 import json
