@@ -35,10 +35,14 @@ _MISSING = re.compile(
 
 @dataclass(frozen=True)
 class MissingLibrary:
-    """A library that the system did not find, as a noun, and what to do."""
+    """A library that the system did not find, as a noun, and what to do.
+
+    ``is_driver``: whether it comes with the driver of a device.
+    """
 
     name: str
     advice: str
+    is_driver: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -59,10 +63,12 @@ def missing(message: str) -> MissingLibrary | None:
     )
     if match["name"] is None:
         advice = "Install the EP's package again, and what its documentation requires."
+    is_driver = False
     for supplier, starts in _SUPPLIERS.items():
         if name.removeprefix("lib").startswith(starts):
-            advice = f"Install {supplier}."
-    return MissingLibrary(name if match["name"] else f"{name}, or a library that it needs,", advice)
+            advice, is_driver = f"Install {supplier}.", supplier.startswith("the driver of ")
+    noun = name if match["name"] else f"{name}, or a library that it needs,"
+    return MissingLibrary(noun, advice, is_driver)
 
 
 _BENIGN = re.compile(

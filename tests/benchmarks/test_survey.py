@@ -21,10 +21,10 @@ _JOB: dict[str, Any] = {
     "models": [
         {
             "preparation": {"rewrites": ["square"]},
+            "load": 0.25,
             "coverage": {"nodes": 9, "compiled": 9, "partitions": 1, "uncovered": []},
             "validation": {
                 "status": "ran",
-                "load": 0.25,
                 "agreements": [
                     {"output": "a", "status": "agrees", "snr": 40.0, "reason": None},
                     {"output": "b", "status": "agrees", "snr": None, "reason": None},

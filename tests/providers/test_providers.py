@@ -308,6 +308,7 @@ def test_the_supplier_of_a_missing_library(message: str, name: str, supplier: st
     assert found is not None
     assert found.name.startswith(name)
     assert supplier in found.advice
+    assert found.is_driver == ("driver" in supplier)
 
 
 def declared(header: str) -> Mapping[str, str]:

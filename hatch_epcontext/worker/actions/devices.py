@@ -66,14 +66,16 @@ def _offered(devices: Iterable[Any]) -> tuple[EpDevice, ...]:
 def _missing_in_package(plugin: Plugin) -> list[str]:
     """Missing libraries that libraries in the package of ``plugin`` need, and what to do.
 
-    An EP loads them when it begins to compile, and then often reports only that it compiles no node.
+    An EP loads them when it begins to compile, and then often reports only that it compiles no node. Drivers
+    are needed only for devices that this machine may lack, and that the EP does not offer then.
     """
     needed: dict[MissingLibrary, list[str]] = {}
     library = Path(library_of(plugin))
     for path in sorted(library.parent.glob(f"*{library.suffix}")):
         # Not the error of the NPU's own libraries, which are for another processor.
         for lacking in missing_for(path):
-            needed.setdefault(lacking, []).append(path.name)
+            if not lacking.is_driver:
+                needed.setdefault(lacking, []).append(path.name)
     return [
         f"{lacking} is missing, and {listing(names)} of {plugin.package} cannot be loaded. {lacking.advice}"
         for lacking, names in needed.items()
