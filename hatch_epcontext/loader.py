@@ -627,9 +627,17 @@ def open_variant(
             on_gpu = opener.fallbacks or variant.device == "gpu"
             if method is not Opener.open_shipped or not on_gpu:
                 raise
-            # While other threads use a GPU, it may refuse what it opens a moment later.
-            session, runs_on = method(opener)
-            runs_on += f", at the second attempt ({_cause(error)})"
+            how = f", at the second attempt ({_cause(error)})"
+            try:
+                # While other threads use a GPU, it may refuse what it opens a moment later.
+                session, runs_on = method(opener)
+            except Exception:
+                if not opener.fallbacks:
+                    raise
+                # As an InferenceSession does, where there is no GPU.
+                how, opener.fallbacks = f", without its fallback providers ({_cause(error)})", {}
+                session, runs_on = method(opener)
+            runs_on += how
     except (ImportError, SkipTargetError) as error:
         return TargetAttempt(variant.target, Outcome.SKIPPED, str(error)), None
     except Exception as error:

@@ -248,6 +248,21 @@ def test_a_gpu_that_is_busy_is_asked_a_second_time(ship: Shipper, cuda: Cuda) ->
     assert len(cuda.errors) == 1
 
 
+def test_the_source_opens_on_the_cpu_where_its_fallback_providers_find_no_gpu(
+    ship: Shipper, cuda: Cuda
+) -> None:
+    cuda.errors += 2 * [RuntimeError("CUDA failure 100: no CUDA-capable device is detected")]
+    app = ship(gpu=CUDA)
+    (source,) = app.explain("a", target="source", fallback_providers=["CUDAExecutionProvider"])
+    assert (source.outcome, source.reason) == (
+        "opened",
+        (
+            "CPUExecutionProvider on cpu, without its fallback providers (RuntimeError: CUDA failure 100: no "
+            "CUDA-capable device is detected)"
+        ),
+    )
+
+
 @pytest.mark.parametrize("compares", [True, False])
 def test_an_ep_says_why_it_does_not_support_a_device(
     ship: Shipper, monkeypatch: pytest.MonkeyPatch, compares: bool
