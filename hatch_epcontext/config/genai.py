@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.config.settings import GENAI_CONFIG, Genai, Model, ShapeSet
+from hatch_epcontext.config.genai_config import (
+    GENAI_CONFIG,
+    READING,
+    Genai,
+    GenaiConfig,
+    config_of,
+    read_config,
+    read_document,
+    value_at,
+)
+from hatch_epcontext.config.settings import Model, ShapeSet
 from hatch_epcontext.config.tables import (
     FallbackTable,
     ModelTable,
-    ProfileTable,
     TargetTable,
 )
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, Setting
 from hatch_epcontext.files import is_lfs_pointer, is_portable, is_regular, unreadable
-from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.shipped import CPU_EP, SOURCE
@@ -28,15 +35,6 @@ from hatch_epcontext.text import count, listing, show, toml_key
 
 _REFUSED = ("dims", "shapes", "constants", "cut", "fallback", "share_weights")
 """Keys of a model that the folder decides."""
-
-_TOKENS, _PAST = 4, 8
-"""The tokens of dummy inputs: new ones, and those in the cache before."""
-
-_MAX = 2**24
-"""The most layers, tokens and so on: more is a mistake, and would exhaust the memory."""
-
-_TYPICAL = 1024
-"""The most tokens that a profile is optimized for, as in onnxruntime-genai's own."""
 
 _TEXT_TYPES = frozenset(
     """
@@ -58,60 +56,6 @@ _SHOWN = 3
 """The most files that a message names."""
 
 
-@dataclass(frozen=True)
-class GenaiConfig:
-    """What a ``genai_config.json`` says of the decoder.
-
-    ``document``: all that it says.
-    ``files``: the model by its name in the folder, or those of the stages of its pipeline by stage.
-    ``cached``: the stages that have a cache, which are those worth compiling; none without a pipeline.
-    ``providers``: the options of EPs, by genai's names.
-    ``past_names``: those of the inputs with the cache, with ``%d`` in place of the number of one of the
-    ``layers``, of the shape batch x ``heads`` x tokens x ``head_size``.
-    """
-
-    document: Mapping[str, Any]
-    files: Mapping[str, str]
-    cached: tuple[str, ...]
-    providers: Mapping[str, Mapping[str, str]]
-    inputs: Mapping[str, str]
-    past_names: tuple[str, ...]
-    layers: int
-    context_length: int
-    heads: int
-    head_size: int
-
-    @property
-    def past(self) -> tuple[str, ...]:
-        """The names of the inputs with the cache, by layer."""
-        layers = range(self.layers)
-        return tuple(n.replace("%d", str(layer)) for layer in layers for n in self.past_names)
-
-    def shapes(self, tokens: int, slots: int, mask: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the inputs, for so many new ``tokens`` and a cache with so many ``slots``."""
-        known = {"input_ids": tokens, "position_ids": tokens, "attention_mask": mask}
-        named = {self.inputs[name]: (1, n) for name, n in known.items() if name in self.inputs}
-        return named | dict.fromkeys(self.past, (1, self.heads, slots, self.head_size))
-
-    @property
-    def content(self) -> Mapping[str, Any]:
-        """All that it says of the model."""
-        model: Mapping[str, Any] = self.document["model"]
-        return model
-
-    @property
-    def dummy_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes that fit each other; a pipeline, whose stages are fixed, has none."""
-        return {} if self.cached else self.shapes(_TOKENS, _PAST, _PAST + _TOKENS)
-
-    def profile(self, length: int) -> dict[str, ProfileTable]:
-        """The optimization profile that onnxruntime-genai gives an EP for conversations of that length."""
-        usual = max(1, min(length // 2, _TYPICAL))
-        bounds = (1, 0, 1), (1, usual, usual), (length, length, length)
-        low, best, high = (self.shapes(*sizes) for sizes in bounds)
-        return {n: ProfileTable(min=low[n], opt=best[n], max=high[n]) for n in low}
-
-
 def read_folder(
     key: Key, table: ModelTable, folder: Path, targets: Mapping[str, NamedTarget | None]
 ) -> Diagnosed[tuple[Path, ModelTable, Genai | None]]:
@@ -127,10 +71,10 @@ def read_folder(
     faults = [*_unusable_files(folder, beside)]
     if not faults:
         try:
-            document = _read_document(folder)
+            document = read_document(folder)
             faults += _not_of_text(document)
-            config = None if faults else _config_of(document)
-        except _READING as error:
+            config = None if faults else config_of(document)
+        except READING as error:
             hint = "Write the folder again, for example with onnxruntime-genai's model builder."
             faults.append(("path", f"{GENAI_CONFIG} cannot be read: {error}.", hint))
     changed = dict[str, Any]()
@@ -146,9 +90,6 @@ def read_folder(
     genai = Genai(others, table.context_length, table.chunk)
     return folder / main, dataclasses.replace(table, targets=changed), genai
 
-
-_READING = (AttributeError, OSError, RecursionError, TypeError, ValueError)
-"""What `read_config` raises for files that are none."""
 
 _Fault = tuple[str, str, str]
 """The key of a model's table, what is wrong, and what to do."""
@@ -199,7 +140,7 @@ def _hint_for_links(target: Path) -> str:
 
 
 def _not_of_text(document: Any) -> Iterator[_Fault]:
-    type_ = _value(document, "model.type", str)
+    type_ = value_at(document, "model.type", str)
     if type_ not in _TEXT_TYPES:
         none = "and onnxruntime-genai has no text model of that type"
         message = f"{GENAI_CONFIG} has the type {show(type_)}, {none}."
@@ -373,9 +314,9 @@ def check_targets(model: Model) -> Iterator[Problem]:
 def check_part(key: Key, path: Path) -> Iterator[Problem]:
     """The model at ``path`` that is the decoder of a folder of onnxruntime-genai, for which that is right."""
     try:
-        document = _read_document(path.parent)
-        config = None if [*_not_of_text(document)] else _config_of(document)
-    except _READING:
+        document = read_document(path.parent)
+        config = None if [*_not_of_text(document)] else config_of(document)
+    except READING:
         return
     if config is not None and config.files == {"": path.name}:
         folder = show(path.parent.name)
@@ -421,65 +362,6 @@ def check_layers(model: Model, config: GenaiConfig, inputs: Iterable[str]) -> It
         )
         hint = f"Set it to {number}." if number else "Correct the names."
         yield Problem.at(model.key / "path", Kind.INVALID_FOLDER, message, hint)
-
-
-def read_config(folder: Path) -> GenaiConfig:
-    """The ``genai_config.json`` in ``folder``; raises OSError, and ValueError for what it lacks."""
-    return _config_of(_read_document(folder))
-
-
-def _read_document(folder: Path) -> Any:
-    text = (folder / GENAI_CONFIG).read_bytes()
-    return json.loads(text, object_pairs_hook=_unique)
-
-
-def _config_of(content: Any) -> GenaiConfig:
-    decoder = _value(content, "model.decoder", dict)
-    pipeline = _value(content, "model.decoder.pipeline", list, [])
-    stages = {name: stage for entry in pipeline for name, stage in dict(entry).items()}
-    if stages:
-        files = {name: _value(stage, "filename", str) for name, stage in stages.items()}
-    else:
-        files = {"": _value(content, "model.decoder.filename", str)}
-    providers = _value(decoder, "session_options.provider_options", list, [])
-    inputs = _value(decoder, "inputs", dict).items()
-    names = [_value(decoder, f"inputs.past_{kind}_names", str) for kind in ("key", "value")]
-    layers = _value(decoder, "num_hidden_layers", int)
-    past = {name.replace("%d", str(layer)) for layer in range(layers) for name in names}
-    _value(content, "model.vocab_size", int)
-    return GenaiConfig(
-        content,
-        files,
-        tuple(name for name, stage in stages.items() if past.intersection(stage.get("inputs", ()))),
-        {name: dict(options) for entry in providers for name, options in entry.items()},
-        {"input_ids": "input_ids", **{n: text for n, text in inputs if isinstance(text, str)}},
-        tuple(names),
-        layers,
-        _value(content, "model.context_length", int),
-        _value(decoder, "num_key_value_heads", int),
-        _value(decoder, "head_size", int),
-    )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; raises ValueError for a key that it has twice: genai merges the values."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        raise ValueError("a key is there twice")
-    return table
-
-
-def _value(table: Any, path: str, type_: type, default: Any = None) -> Any:
-    """The value at the dotted ``path``."""
-    value = table
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    value = default if value is None else value
-    if type(value) is not type_:
-        raise ValueError(f"{path} must be of the type {type_.__name__}, not {show(value)}")
-    if isinstance(value, int) and not 0 < value <= _MAX:
-        raise ValueError(f"{path} must be from 1 to {_MAX}, not {value}")
-    return value
 
 
 def _changed(

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from hatch_epcontext.config.build_hooks import BuildHooks, hooks_of_project
-from hatch_epcontext.config.settings import GENAI_CONFIG, OptionFile
+from hatch_epcontext.config.genai_config import GENAI_CONFIG
+from hatch_epcontext.config.settings import OptionFile
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import (
     file_sha256,

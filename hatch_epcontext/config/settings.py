@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hatch_epcontext.config.environ import Environment
+from hatch_epcontext.config.genai_config import Genai
 from hatch_epcontext.config.location import Download
 from hatch_epcontext.config.tables import (
     BuildTable,
@@ -35,9 +36,6 @@ from hatch_epcontext.providers import (
     configured,
 )
 from hatch_epcontext.shipped import OPTION_FILE
-
-GENAI_CONFIG = "genai_config.json"
-"""The file that makes a folder one of onnxruntime-genai."""
 
 SYNTHETIC = ("ones", "random", "zeros")
 """Names of generated dummy inputs."""
@@ -180,21 +178,6 @@ class ShapeSet:
     name: str
     members: tuple[str, ...]
     targets: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Genai:
-    """That a model is of a folder of onnxruntime-genai, which is shipped as a whole.
-
-    ``beside``: the other files of the folder, by their paths in it. ``context_length``: the most tokens of a
-    prompt and its answer; None for the folder's own. ``chunk``: the most tokens of a prompt at once, for EPs
-    with fixed sizes. ``stage``: the name of the stage of genai's pipeline, if the model is no more than that.
-    """
-
-    beside: tuple[str, ...]
-    context_length: int | None = None
-    chunk: int = 64
-    stage: str = ""
 
 
 @dataclass(frozen=True)

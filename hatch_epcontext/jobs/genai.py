@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hatch_epcontext.config.genai import read_config
-from hatch_epcontext.config.settings import GENAI_CONFIG, Model
+from hatch_epcontext.config.genai_config import GENAI_CONFIG, read_config
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy, symlink_or_copy
 from hatch_epcontext.jobs.artifact import Built, Result, Source

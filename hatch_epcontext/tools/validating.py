@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hatch_epcontext.config.genai import read_config
+from hatch_epcontext.config.genai_config import read_config
 from hatch_epcontext.config.paths import is_genai_folder
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.config.tables import ValidationMode

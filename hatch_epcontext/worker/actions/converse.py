@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.config.settings import GENAI_CONFIG
+from hatch_epcontext.config.genai_config import GENAI_CONFIG
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import ConverseRequest

@@ -31,7 +31,8 @@ def handle(request: CutRequest) -> CutReply:
     known = {value.name for value in onnx_model.graph.input}
     if model.genai is not None:
         # Imported here: few projects have a language model.
-        from hatch_epcontext.config.genai import check_layers, read_config
+        from hatch_epcontext.config.genai import check_layers
+        from hatch_epcontext.config.genai_config import read_config
 
         if problems := [*check_layers(model, read_config(source.parent), known)]:
             raise ModelError(*problems)

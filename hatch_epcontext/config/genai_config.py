@@ -1,0 +1,156 @@
+"""What the genai_config.json in a folder of onnxruntime-genai says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hatch_epcontext.config.tables import ProfileTable
+from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.text import show
+
+GENAI_CONFIG = "genai_config.json"
+"""The file that makes a folder one of onnxruntime-genai."""
+
+_TOKENS, _PAST = 4, 8
+"""The tokens of dummy inputs: new ones, and those in the cache before."""
+
+_MAX = 2**24
+"""The most layers, tokens and so on: more is a mistake, and would exhaust the memory."""
+
+_TYPICAL = 1024
+"""The most tokens that a profile is optimized for, as in onnxruntime-genai's own."""
+
+
+@dataclass(frozen=True)
+class GenaiConfig:
+    """What a ``genai_config.json`` says of the decoder.
+
+    ``document``: all that it says.
+    ``files``: the model by its name in the folder, or those of the stages of its pipeline by stage.
+    ``cached``: the stages that have a cache, which are those worth compiling; none without a pipeline.
+    ``providers``: the options of EPs, by genai's names.
+    ``past_names``: those of the inputs with the cache, with ``%d`` in place of the number of one of the
+    ``layers``, of the shape batch x ``heads`` x tokens x ``head_size``.
+    """
+
+    document: Mapping[str, Any]
+    files: Mapping[str, str]
+    cached: tuple[str, ...]
+    providers: Mapping[str, Mapping[str, str]]
+    inputs: Mapping[str, str]
+    past_names: tuple[str, ...]
+    layers: int
+    context_length: int
+    heads: int
+    head_size: int
+
+    @property
+    def past(self) -> tuple[str, ...]:
+        """The names of the inputs with the cache, by layer."""
+        layers = range(self.layers)
+        return tuple(n.replace("%d", str(layer)) for layer in layers for n in self.past_names)
+
+    def shapes(self, tokens: int, slots: int, mask: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the inputs, for so many new ``tokens`` and a cache with so many ``slots``."""
+        known = {"input_ids": tokens, "position_ids": tokens, "attention_mask": mask}
+        named = {self.inputs[name]: (1, n) for name, n in known.items() if name in self.inputs}
+        return named | dict.fromkeys(self.past, (1, self.heads, slots, self.head_size))
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """All that it says of the model."""
+        model: Mapping[str, Any] = self.document["model"]
+        return model
+
+    @property
+    def dummy_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes that fit each other; a pipeline, whose stages are fixed, has none."""
+        return {} if self.cached else self.shapes(_TOKENS, _PAST, _PAST + _TOKENS)
+
+    def profile(self, length: int) -> dict[str, ProfileTable]:
+        """The optimization profile that onnxruntime-genai gives an EP for conversations of that length."""
+        usual = max(1, min(length // 2, _TYPICAL))
+        bounds = (1, 0, 1), (1, usual, usual), (length, length, length)
+        low, best, high = (self.shapes(*sizes) for sizes in bounds)
+        return {n: ProfileTable(min=low[n], opt=best[n], max=high[n]) for n in low}
+
+
+@dataclass(frozen=True)
+class Genai:
+    """That a model is of a folder of onnxruntime-genai, which is shipped as a whole.
+
+    ``beside``: the other files of the folder, by their paths in it. ``context_length``: the most tokens of a
+    prompt and its answer; None for the folder's own. ``chunk``: the most tokens of a prompt at once, for EPs
+    with fixed sizes. ``stage``: the name of the stage of genai's pipeline, if the model is no more than that.
+    """
+
+    beside: tuple[str, ...]
+    context_length: int | None = None
+    chunk: int = 64
+    stage: str = ""
+
+
+def read_config(folder: Path) -> GenaiConfig:
+    """The ``genai_config.json`` in ``folder``; raises OSError, and ValueError for what it lacks."""
+    return config_of(read_document(folder))
+
+
+def read_document(folder: Path) -> Any:
+    text = (folder / GENAI_CONFIG).read_bytes()
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def config_of(content: Any) -> GenaiConfig:
+    decoder = value_at(content, "model.decoder", dict)
+    pipeline = value_at(content, "model.decoder.pipeline", list, [])
+    stages = {name: stage for entry in pipeline for name, stage in dict(entry).items()}
+    if stages:
+        files = {name: value_at(stage, "filename", str) for name, stage in stages.items()}
+    else:
+        files = {"": value_at(content, "model.decoder.filename", str)}
+    providers = value_at(decoder, "session_options.provider_options", list, [])
+    inputs = value_at(decoder, "inputs", dict).items()
+    names = [value_at(decoder, f"inputs.past_{kind}_names", str) for kind in ("key", "value")]
+    layers = value_at(decoder, "num_hidden_layers", int)
+    past = {name.replace("%d", str(layer)) for layer in range(layers) for name in names}
+    value_at(content, "model.vocab_size", int)
+    return GenaiConfig(
+        content,
+        files,
+        tuple(name for name, stage in stages.items() if past.intersection(stage.get("inputs", ()))),
+        {name: dict(options) for entry in providers for name, options in entry.items()},
+        {"input_ids": "input_ids", **{n: text for n, text in inputs if isinstance(text, str)}},
+        tuple(names),
+        layers,
+        value_at(content, "model.context_length", int),
+        value_at(decoder, "num_key_value_heads", int),
+        value_at(decoder, "head_size", int),
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; raises ValueError for a key that it has twice: genai merges the values."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a key is there twice")
+    return table
+
+
+def value_at(table: Any, path: str, type_: type, default: Any = None) -> Any:
+    """The value at the dotted ``path``."""
+    value = table
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    value = default if value is None else value
+    if type(value) is not type_:
+        raise ValueError(f"{path} must be of the type {type_.__name__}, not {show(value)}")
+    if isinstance(value, int) and not 0 < value <= _MAX:
+        raise ValueError(f"{path} must be from 1 to {_MAX}, not {value}")
+    return value
+
+
+READING = (AttributeError, OSError, RecursionError, TypeError, ValueError)
+"""What `read_config` raises for files that are none."""
