@@ -15,7 +15,6 @@ from hatch_epcontext.config.genai_config import (
     Genai,
     GenaiConfig,
     config_of,
-    read_config,
     read_document,
     value_at,
 )
@@ -67,27 +66,20 @@ def read_folder(
         if getattr(table, name) and not isinstance(getattr(table, name), FallbackTable):
             message = "is for a single model, and this one is a folder of onnxruntime-genai."
             yield Problem.at(key / toml_key(name), Kind.NOT_APPLICABLE, message, "Remove it.")
-    beside, config = _files(folder), None
-    faults = [*_unusable_files(folder, beside)]
+    files, config, changed = _files(folder), None, dict[str, Any]()
+    faults = [*_unusable_files(folder, files)]
     if not faults:
-        try:
-            document = read_document(folder)
-            faults += _not_of_text(document)
-            config = None if faults else config_of(document)
-        except READING as error:
-            hint = "Write the folder again, for example with onnxruntime-genai's model builder."
-            faults.append(("path", f"{GENAI_CONFIG} cannot be read: {error}.", hint))
-    changed = dict[str, Any]()
+        config, faults = _read_text_model(folder)
     if config is not None:
         changed = yield from _changed(key, table, config, targets)
-        faults += _faults(table, folder, config, changed, beside)
+        faults += _faults(table, folder, config, changed, files)
     for name, message, hint in faults:
         yield Problem.at(key / name, Kind.INVALID_FOLDER, message, hint)
     if faults or config is None:
         return folder / "model.onnx", table, None
     main, *_ = config.files.values()
-    others = tuple(name for name in beside if name != main)
-    genai = Genai(others, table.context_length, table.chunk)
+    beside = tuple(name for name in files if name != main)
+    genai = Genai(config, beside, table.context_length, table.chunk)
     return folder / main, dataclasses.replace(table, targets=changed), genai
 
 
@@ -139,12 +131,19 @@ def _hint_for_links(target: Path) -> str:
     )
 
 
-def _not_of_text(document: Any) -> Iterator[_Fault]:
-    type_ = value_at(document, "model.type", str)
-    if type_ not in _TEXT_TYPES:
-        none = "and onnxruntime-genai has no text model of that type"
-        message = f"{GENAI_CONFIG} has the type {show(type_)}, {none}."
-        yield "path", message, "List the ONNX files of other models one by one."
+def _read_text_model(folder: Path) -> tuple[GenaiConfig | None, list[_Fault]]:
+    """What ``folder`` says of its text model; None, and why, if it has none that can be read."""
+    try:
+        document = read_document(folder)
+        type_ = value_at(document, "model.type", str)
+        if type_ in _TEXT_TYPES:
+            return config_of(document), []
+    except READING as error:
+        hint = "Write the folder again, for example with onnxruntime-genai's model builder."
+        return None, [("path", f"{GENAI_CONFIG} cannot be read: {error}.", hint)]
+    none = "and onnxruntime-genai has no text model of that type"
+    message = f"{GENAI_CONFIG} has the type {show(type_)}, {none}."
+    return None, [("path", message, "List the ONNX files of other models one by one.")]
 
 
 def _faults(
@@ -248,14 +247,12 @@ def _libraries(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def stages(model: Model) -> tuple[Model, ...]:
-    """``model``, and the stages of a pipeline for the targets with fixed sizes.
+    """``model``, and its `Genai.stages` for the targets with fixed sizes.
 
-    These are the stages with a cache of the folder's own pipeline; or the whole model for a chunk of a
-    prompt, and for one token, with the lengths of the cache as inputs.
+    Those of a whole model have the lengths of the cache as inputs.
     """
     assert model.genai is not None, "other models have no stages"
-    genai, folder = model.genai, model.path.parent
-    config = read_config(folder)
+    genai, config = model.genai, model.genai.config
     fixed = tuple(target for target in model.targets if target.settings.static_shapes)
     still_open = tuple(target for target in model.targets if not target.settings.static_shapes)
     shapes = config.dummy_shapes
@@ -266,7 +263,7 @@ def stages(model: Model) -> tuple[Model, ...]:
     in_stages = {name: module for name, module in modules.items() if name in in_fixed}
     rest = {name: module for name, module in modules.items() if name not in in_fixed}
     plain = dataclasses.replace(plain, companion_modules=rest)
-    names = config.cached or (str(genai.chunk), "1")
+    names = genai.stages
     members = tuple(f"{model.name}.{name}" for name in names)
     common: dict[str, Any] = {
         "targets": fixed,
@@ -279,11 +276,10 @@ def stages(model: Model) -> tuple[Model, ...]:
     for name, member in zip(names, members, strict=True):
         own: dict[str, Any] = {"genai": dataclasses.replace(genai, stage=name)}
         if config.cached:
-            own["path"] = folder / config.files[name]
+            own["path"] = model.path.parent / config.files[name]
         else:
             inputs = (config.inputs["input_ids"], *config.past)
-            length = genai.context_length or config.context_length
-            shapes = config.shapes(int(name), length, 0)
+            shapes = config.shapes(int(name), genai.length, 0)
             own |= {"cut": Cut(inputs, lengths=True), "shapes": {n: shapes[n] for n in inputs}}
         models.append(dataclasses.replace(model, name=member, **common, **own))
     # Apps try the targets in the order of the models.
@@ -292,6 +288,7 @@ def stages(model: Model) -> tuple[Model, ...]:
 
 def check_targets(model: Model) -> Iterator[Problem]:
     """What the targets of a language model contradict: it is one folder, whose stages share weights."""
+    assert model.genai is not None, "others are several files"
     # onnxruntime-genai optimizes what it opens, and needs no optimized graph.
     compiled = [target for target in model.targets if target.provider.product != "optimized"]
     if any(target.companion != model.companion for target in compiled):
@@ -299,9 +296,7 @@ def check_targets(model: Model) -> Iterator[Problem]:
         hint = "Name one companion in them and in fallback = { companion = ... }, or none."
         yield Problem.at(model.key, Kind.INVALID_COMPANION, message, hint)
     fixed = [target for target in compiled if target.settings.static_shapes]
-    if not fixed or len(read_config(model.path.parent).cached) == 1:
-        return
-    for target in fixed:
+    for target in fixed if len(model.genai.stages) > 1 else ():
         if len(target.provider.per_chip(target.settings.provider_options)) > 1:
             message = (
                 "names several chips, and the stages of a language model share weights, which "
@@ -313,11 +308,7 @@ def check_targets(model: Model) -> Iterator[Problem]:
 
 def check_part(key: Key, path: Path) -> Iterator[Problem]:
     """The model at ``path`` that is the decoder of a folder of onnxruntime-genai, for which that is right."""
-    try:
-        document = read_document(path.parent)
-        config = None if [*_not_of_text(document)] else config_of(document)
-    except READING:
-        return
+    config, _ = _read_text_model(path.parent)
     if config is not None and config.files == {"": path.name}:
         folder = show(path.parent.name)
         message = (
@@ -334,11 +325,9 @@ def check_caches(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Proble
     """Where genai's configuration of ``model`` contradicts its ``inputs``: some such models give no error."""
     if model.genai is None or model.cut:
         return
-    config = read_config(model.path.parent)
-    sizes = {value.name: value.sizes for value in inputs}
-    yield from check_layers(model, config, sizes)
-    length = model.genai.context_length or config.context_length
-    for name in config.past if model.genai.stage else ():
+    sizes, length = {value.name: value.sizes for value in inputs}, model.genai.length
+    yield from check_layers(model, sizes)
+    for name in model.genai.config.past if model.genai.stage else ():
         slots = sizes[name][2] if len(sizes.get(name, ())) > 2 else None
         if isinstance(slots, int) and slots < length:
             message = f"is {length}, and {model.path.name} has a cache of {slots} slots."
@@ -347,8 +336,11 @@ def check_caches(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Proble
             return
 
 
-def check_layers(model: Model, config: GenaiConfig, inputs: Iterable[str]) -> Iterator[Problem]:
-    """Another number of layers in ``config`` than ``model`` with these ``inputs`` has caches for."""
+def check_layers(model: Model, inputs: Iterable[str]) -> Iterator[Problem]:
+    """Another number of layers in genai's configuration than ``inputs`` of ``model`` are caches of."""
+    if model.genai is None:
+        return
+    config = model.genai.config
     cache = "|".join(re.escape(name).replace("%d", r"(\d+)") for name in config.past_names)
     matches = filter(None, (re.fullmatch(cache, name) for name in inputs))
     present = {int(number) for match in matches for number in match.groups() if number}

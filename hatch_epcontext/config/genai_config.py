@@ -82,15 +82,39 @@ class GenaiConfig:
 class Genai:
     """That a model is of a folder of onnxruntime-genai, which is shipped as a whole.
 
-    ``beside``: the other files of the folder, by their paths in it. ``context_length``: the most tokens of a
-    prompt and its answer; None for the folder's own. ``chunk``: the most tokens of a prompt at once, for EPs
-    with fixed sizes. ``stage``: the name of the stage of genai's pipeline, if the model is no more than that.
+    ``config``: what the folder says of it. ``beside``: the other files of the folder, by their paths in it.
+    ``context_length``: the most tokens of a prompt and its answer; None for the folder's own. ``chunk``: the
+    most tokens of a prompt at once, for EPs with fixed sizes. ``stage``: the name of the stage of genai's
+    pipeline, if the model is no more than that.
     """
 
+    config: GenaiConfig
     beside: tuple[str, ...]
     context_length: int | None = None
     chunk: int = 64
     stage: str = ""
+
+    @property
+    def length(self) -> int:
+        """The most tokens of a prompt and its answer."""
+        return self.context_length or self.config.context_length
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names of the stages that are compiled for EPs with fixed sizes.
+
+        They are those with a cache of the folder's own pipeline; or two of the whole model, for a chunk of a
+        prompt and for one token.
+        """
+        return self.config.cached or (str(self.chunk), "1")
+
+    @property
+    def limits(self) -> dict[str, dict[str, Any]]:
+        """The overlay with which the folder itself runs: the length also decides how large the cache is."""
+        if self.context_length is None:
+            return {"model": {}}
+        length = self.context_length
+        return {"model": {"context_length": length}, "search": {"max_length": length}}
 
 
 def read_config(folder: Path) -> GenaiConfig:

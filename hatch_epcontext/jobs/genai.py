@@ -9,8 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hatch_epcontext.config.genai_config import GENAI_CONFIG, read_config
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.genai_config import GENAI_CONFIG
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy, symlink_or_copy
 from hatch_epcontext.jobs.artifact import Built, Result, Source
@@ -37,7 +36,7 @@ _PACKAGE = "onnxruntime-genai"
 def overlays(result: Result) -> dict[str, dict[str, Any]]:
     """What each target changes in the configuration of each language model, by its folder in the package."""
     changes = {
-        f"{source.model.name}/{SOURCE}": _limits(source.model)
+        f"{source.model.name}/{SOURCE}": source.model.genai.limits
         for source in result.sources
         if source.model.genai is not None and not source.model.genai.stage
     }
@@ -56,14 +55,6 @@ def _by_target(result: Result) -> dict[str, list[Built]]:
     return targets
 
 
-def _limits(model: Model) -> dict[str, Any]:
-    """The length of conversations, which also decides how large the cache is."""
-    length = model.genai.context_length if model.genai else None
-    if length is None:
-        return {"model": {}}
-    return {"model": {"context_length": length}, "search": {"max_length": length}}
-
-
 def _overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str, Any]:
     """What genai needs to run the ``results`` of one target: one model, or the stages of a pipeline."""
     stages = {
@@ -75,8 +66,7 @@ def _overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[st
     model, target = job.models[0], job.target
     prefix = f"{model.configured_name}."
     assert model.genai is not None, "only a language model has an overlay"
-    folder = sources[model.configured_name].model.path.parent
-    config, name = read_config(folder), target.provider.genai_name
+    config, name = model.genai.config, target.provider.genai_name
     # The module for apps knows the folders of the others.
     own = {key: value for key, value in target.load_options.items() if "{" not in value}
     options = {**config.providers.get(name, {}), **own}
@@ -87,7 +77,7 @@ def _overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[st
         "session.disable_model_compile": "1",
         "provider_options": [{name: options}],
     }
-    result, decoder = _limits(model), dict[str, Any]()
+    result, decoder = model.genai.limits, dict[str, Any]()
     pipeline = config.content["decoder"].get("pipeline") or ()
     named = {name: dict(stage) for entry in pipeline for name, stage in entry.items()}
     if model.genai.stage and not named:
@@ -122,10 +112,12 @@ def is_due(build: Build, built: Built) -> bool:
 
 def answers_key(build: Build, built: Built) -> str:
     """What identifies the answers with ``built``: the files, and what genai is told of them."""
-    source = build.sources[built.job.models[0].configured_name]
+    model = built.job.models[0]
+    assert model.genai is not None, "only a language model answers"
+    source = build.sources[model.configured_name]
     records = (source.records, built.artifact.record.files)
     files = [{name: file.sha256 for name, file in record.items()} for record in records]
-    return value_sha256([FORMAT, _limits(source.model), _overlay([built], build.sources), files])
+    return value_sha256([FORMAT, model.genai.limits, _overlay([built], build.sources), files])
 
 
 def compare_answers(
@@ -180,8 +172,8 @@ def _converse(build: Build, job: Job, where: str, results: Sequence[Built]) -> t
         for built in results:
             inside = moved / built.job.folder.partition("/")[2]
             shutil.copytree(built.artifact.folder, inside, copy_function=link_or_copy)
-    changes = (json.dumps(_limits(source.model)), json.dumps(_overlay(results, build.sources)))
-    request = ConverseRequest(str(moved), *changes, target.plugin, stage.genai.chunk)
+    overlay = json.dumps(_overlay(results, build.sources))
+    request = ConverseRequest(str(moved), stage.genai, overlay, target.plugin)
     with build.device(target):
         answers = build.workers.call(request, scratch, location=where, step="validation")
     shutil.rmtree(moved)

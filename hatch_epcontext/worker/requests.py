@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
+from hatch_epcontext.config.genai_config import Genai
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.config.tables import Dequantize, QuantizedType
 from hatch_epcontext.errors import Problem
@@ -190,17 +191,15 @@ class ValidateRequest(WorkerRequest[Validated], action="validate"):
 
 @dataclass(frozen=True)
 class ConverseRequest(WorkerRequest[tuple[Answer, ...]], action="converse"):
-    """Answer prompts with the language model in ``folder``, a copy with what was compiled.
+    """Answer prompts with the language model ``genai`` in ``folder``, a copy with what was compiled.
 
-    ``source`` and ``compiled``: the overlays of its genai_config.json with which it is that on the CPU, and
-    on the EP in the library ``plugin``. ``chunk``: the tokens that this takes at once, if the file is silent.
+    ``overlay``: of its genai_config.json, with which it runs that on the EP in the library ``plugin``.
     """
 
     folder: str
-    source: str
-    compiled: str
+    genai: Genai
+    overlay: str
     plugin: Plugin
-    chunk: int
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,10 @@ def test_stages_for_an_npu_give_the_same_tokens_as_the_cpu(folder: Path, tmp_pat
     first, last = (stage for (stage,) in map(dict.values, overlay["model"]["decoder"]["pipeline"]))
     first["filename"], last["filename"] = last["filename"], first["filename"]
     plugin = PROVIDERS["qnn"].plugin
+    genai = config.models[0].genai
     assert plugin is not None
-    swapped, source = json.dumps(overlay), '{"model": {}}'
-    request = ConverseRequest(str(package / "llama"), source, swapped, plugin, 64)
+    assert genai is not None
+    request = ConverseRequest(str(package / "llama"), genai, json.dumps(overlay), plugin)
     with pytest.raises(BuildError, match="invalid dimensions"):
         Workers(100).call(request, tmp_path / "call", location="llama")
     (package / "llama" / "tokenizer.json").write_text("{")

@@ -45,7 +45,7 @@ def handle(request: ConverseRequest) -> tuple[Answer, ...]:
     step("answering prompts with what was compiled")
     plugin = request.plugin
     genai.register_execution_provider_library(plugin.registration_name, library_of(plugin))
-    model, answers = _open(genai, request.folder, request.compiled), list[Answer]()
+    model, answers = _open(genai, request.folder, request.overlay), list[Answer]()
     start = time.monotonic()
     for prompt, reference, tokens in expected:
         if not answers or time.monotonic() < start + _SECONDS:
@@ -56,17 +56,13 @@ def handle(request: ConverseRequest) -> tuple[Answer, ...]:
 
 def _expected(genai: Any, request: ConverseRequest) -> list[tuple[list[int], Rows, list[int]]]:
     """For each prompt the logits and the tokens after it on the CPU."""
-    folder = Path(request.folder)
-    content = json.loads((folder / GENAI_CONFIG).read_bytes())["model"]
+    content, limits = request.genai.config.content, request.genai.limits
     stops = np.atleast_1d(content.get("eos_token_id", [])).tolist()
     # A cache for the longest conversation can be too large; that of a pipeline has a fixed size.
     grows = "pipeline" not in content["decoder"]
-    content |= json.loads(request.source)["model"]
-    model = _open(genai, request.folder, request.source)
-    return [
-        (prompt, *_rows(genai, model, prompt, stops=stops, grows=grows))
-        for prompt in _prompts(folder, content, request.chunk)
-    ]
+    model = _open(genai, request.folder, json.dumps(limits))
+    prompts = _prompts(Path(request.folder), {**content, **limits["model"]}, request.genai.chunk)
+    return [(prompt, *_rows(genai, model, prompt, stops=stops, grows=grows)) for prompt in prompts]
 
 
 def _prompts(folder: Path, content: Any, chunk: int) -> Iterator[list[int]]:

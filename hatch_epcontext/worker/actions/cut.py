@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx
 
+from hatch_epcontext.config.genai import check_layers
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph
@@ -29,13 +30,8 @@ def handle(request: CutRequest) -> CutReply:
     onnx_model = read_source(source, model.key)
     data = data_of(onnx_model, source, model.key)
     known = {value.name for value in onnx_model.graph.input}
-    if model.genai is not None:
-        # Imported here: few projects have a language model.
-        from hatch_epcontext.config.genai import check_layers
-        from hatch_epcontext.config.genai_config import read_config
-
-        if problems := [*check_layers(model, read_config(source.parent), known)]:
-            raise ModelError(*problems)
+    if problems := [*check_layers(model, known)]:
+        raise ModelError(*problems)
     if model.cut:
         _cut(onnx_model, model)
     # An input that the cut removes needs no value; a name that no input has is an error.
