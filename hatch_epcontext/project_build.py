@@ -135,7 +135,7 @@ class ProjectBuild:
         cache, workers = open_cache(config, self.terminal.warn), self._workers(config)
         download_sources(config, workers)
         # A language model's folder serves all targets.
-        models = (m for m in config.models if not (m.genai and m.genai.stage))
+        models = (m for m in config.models if not m.is_stage)
         config = dataclasses.replace(config, models=tuple(models))
         config = cut_models(config, cache, workers, staging)
         return Result(read_sources(config, cache, workers, staging / "check"), ())

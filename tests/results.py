@@ -65,7 +65,7 @@ def compiled(config: Config, folder: Path) -> Result:
 
 
 def _source(model: Model, facts: ModelFacts) -> Source:
-    names = (model.path.name, *(model.genai.beside if model.genai else ()))
+    names = (model.path.name, *model.beside)
     records = {name: record_file(model.path.parent / name) for name in names}
     return Source(model, facts, "00" * 32, records)
 

@@ -264,16 +264,15 @@ def stages(model: Model) -> tuple[Model, ...]:
     rest = {name: module for name, module in modules.items() if name not in in_fixed}
     plain = dataclasses.replace(plain, companion_modules=rest)
     names = genai.stages
-    members = tuple(f"{model.name}.{name}" for name in names)
     common: dict[str, Any] = {
         "targets": fixed,
         "companion_modules": in_stages,
         "fallback": "none",
-        "shape_set": ShapeSet(model.name, members, tuple(target.name for target in model.targets)),
+        "shape_set": ShapeSet(model.name, (), tuple(target.name for target in model.targets)),
         "share_weights": f"{model.name}.shared" if len(names) > 1 else None,
     }
     models = []
-    for name, member in zip(names, members, strict=True):
+    for name in names:
         own: dict[str, Any] = {"genai": dataclasses.replace(genai, stage=name)}
         if config.cached:
             own["path"] = model.path.parent / config.files[name]
@@ -281,21 +280,20 @@ def stages(model: Model) -> tuple[Model, ...]:
             inputs = (config.inputs["input_ids"], *config.past)
             shapes = config.shapes(int(name), genai.length, 0)
             own |= {"cut": Cut(inputs, lengths=True), "shapes": {n: shapes[n] for n in inputs}}
-        models.append(dataclasses.replace(model, name=member, **common, **own))
+        models.append(dataclasses.replace(model, name=f"{model.name}.{name}", **common, **own))
     # Apps try the targets in the order of the models.
     return (*models, plain) if model.targets[0] in fixed else (plain, *models)
 
 
 def check_targets(model: Model) -> Iterator[Problem]:
     """What the targets of a language model contradict: it is one folder, whose stages share weights."""
-    assert model.genai is not None, "others are several files"
-    # onnxruntime-genai optimizes what it opens, and needs no optimized graph.
-    compiled = [target for target in model.targets if target.provider.product != "optimized"]
-    if any(target.companion != model.companion for target in compiled):
+    if model.genai is None:
+        return
+    if any(target.companion != model.companion for target in model.compiled_targets):
         message = "is one folder, and all its targets have to be in the wheel with the folder."
         hint = "Name one companion in them and in fallback = { companion = ... }, or none."
         yield Problem.at(model.key, Kind.INVALID_COMPANION, message, hint)
-    fixed = [target for target in compiled if target.settings.static_shapes]
+    fixed = [target for target in model.compiled_targets if target.settings.static_shapes]
     for target in fixed if len(model.genai.stages) > 1 else ():
         if len(target.provider.per_chip(target.settings.provider_options)) > 1:
             message = (

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from hatch_epcontext.config.genai import stages
 from hatch_epcontext.config.location import check_url, file_of, hub_file
 from hatch_epcontext.config.settings import Model, ShapeSet
 from hatch_epcontext.config.tables import Dims, ModelTable, Shapes
@@ -90,9 +91,6 @@ def expand(model: Model, table: ModelTable) -> tuple[Model, ...]:
     its stages in place of sizes.
     """
     if model.genai is not None:
-        # Imported here: few projects have a language model.
-        from hatch_epcontext.config.genai import stages
-
         return stages(model)
     fixed = tuple(target for target in model.targets if target.settings.static_shapes)
     still_open = tuple(target for target in model.targets if not target.settings.static_shapes)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.config.environ import ALL, PREFIX, Environment
+from hatch_epcontext.config.genai import check_part, check_targets, read_folder
 from hatch_epcontext.config.location import Download, check_url, file_of
 from hatch_epcontext.config.models import (
     check_groups,
@@ -128,13 +129,14 @@ class Resolver:
     def _selected(self, model: Model) -> Model:
         """``model`` with those of its targets that the environment selects."""
         targets = [target for target in model.targets if self._is_selected(target.name)]
-        compiled = [t for t in targets if not (model.genai and t.provider.product == "optimized")]
-        companions = {**{t.name: t.companion for t in compiled}, SOURCE: model.companion}
+        selected = dataclasses.replace(model, targets=tuple(targets))
+        companions = {target.name: target.companion for target in selected.compiled_targets}
+        companions[SOURCE] = model.companion
         modules = {
             name: (companion or "").replace("-", "_") for name, companion in companions.items()
         }
         modules = modules if any(modules.values()) else {}
-        return dataclasses.replace(model, targets=tuple(targets), companion_modules=modules)
+        return dataclasses.replace(selected, companion_modules=modules)
 
     def _is_selected(self, name: str) -> bool:
         """Whether the environment selects the target."""
@@ -186,9 +188,6 @@ class Resolver:
         yield from check_model(key, table)
         fallback = table.fallback or self._table.fallback
         if is_folder:
-            # Imported here: few projects have a language model.
-            from hatch_epcontext.config.genai import read_folder
-
             # What others lack is no fault of this build.
             selected = {n: t if self._is_selected(n) else None for n, t in self._targets.items()}
             path, table, genai = yield from read_folder(key, table, path, selected)
@@ -214,21 +213,14 @@ class Resolver:
             download=_download(table),
             genai=genai,
         )
-        if genai is not None:
-            from hatch_epcontext.config.genai import check_targets
-
-            yield from check_targets(model)
+        yield from check_targets(model)
         return model, table
 
     def _check_single(self, key: Key, table: ModelTable, path: Path) -> Diagnosed[None]:
         """A model at ``path`` that is no folder."""
-        if is_genai_folder(path.parent):
-            from hatch_epcontext.config.genai import check_part
-
-            if problems := [*check_part(key, path)]:
-                yield from problems
-                return
-        if table.context_length is not None and not self._finder.pending:
+        if problems := [*check_part(key, path)]:
+            yield from problems
+        elif table.context_length is not None and not self._finder.pending:
             message = "is for a folder of onnxruntime-genai, and this is a single model."
             yield Problem.at(key / "context-length", Kind.NOT_APPLICABLE, message, "Remove it.")
 

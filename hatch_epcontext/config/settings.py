@@ -172,7 +172,8 @@ class ShapeSet:
     """A model with several shapes, which is resolved into one `Model` for each.
 
     ``name`` is the configured name; ``members`` are the names of the models with fixed shapes, and
-    ``targets`` those of all targets of the build, both in the configured order.
+    ``targets`` those of all targets of the build, both in the configured order. The stages of a language
+    model are no shapes to choose from: they have no members.
     """
 
     name: str
@@ -247,6 +248,25 @@ class Model:
     def configured_name(self) -> str:
         """The name in the configuration, which all shapes of the model share."""
         return self.shape_set.name if self.shape_set else self.name
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether it is a stage of a language model, of which the build ships the folder."""
+        return self.genai is not None and bool(self.genai.stage)
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The files that are shipped with the model, by their paths in its folder, but external data."""
+        return self.genai.beside if self.genai and not self.is_stage else ()
+
+    @property
+    def compiled_targets(self) -> tuple[Target, ...]:
+        """Those of its targets for which something is compiled.
+
+        onnxruntime-genai optimizes what it opens, and needs no optimized graph.
+        """
+        left = "optimized" if self.genai else ""
+        return tuple(target for target in self.targets if target.provider.product != left)
 
     @property
     def is_changed(self) -> bool:

@@ -31,6 +31,7 @@ from hatch_epcontext.jobs.artifact import GENERATOR, PACKAGE, Artifact, Built, S
 from hatch_epcontext.jobs.cache.build import Cache, changed_error
 from hatch_epcontext.jobs.cache.shared import Transport, TransportError, in_thread
 from hatch_epcontext.jobs.cache.store import DamagedError, read_record
+from hatch_epcontext.jobs.genai import is_due
 from hatch_epcontext.jobs.job import run_job, store_result
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
@@ -142,17 +143,10 @@ class Cluster:
             cached = replace(job, target=replace(job.target, from_cache=True))
             built = run_job(self._build, cached)
             record = built.artifact.record
-            if record.versions == versions and (built.answers or not self._are_due(built)):
+            if record.versions == versions and (built.answers or not is_due(self._build, built)):
                 return replace(built, job=record.recipe.form_of(job))
         shutil.rmtree(self._build.staging / PACKAGE / job.folder, ignore_errors=True)
         return None
-
-    def _are_due(self, built: Built) -> bool:
-        """Whether the answers with ``built``, a language model, are to be compared."""
-        # Imported here: few projects have a language model.
-        from hatch_epcontext.jobs.genai import is_due
-
-        return built.job.may_answer and is_due(self._build, built)
 
     def _run(self, job: Job, needed: Mapping[str, str]) -> Built:
         """The result of a worker that has what is ``needed``; it is stored in the cache of the build."""

@@ -38,7 +38,7 @@ def overlays(result: Result) -> dict[str, dict[str, Any]]:
     changes = {
         f"{source.model.name}/{SOURCE}": source.model.genai.limits
         for source in result.sources
-        if source.model.genai is not None and not source.model.genai.stage
+        if source.model.genai and not source.model.is_stage
     }
     sources = {source.model.name: source for source in result.sources}
     return changes | {place: _overlay(own, sources) for place, own in _by_target(result).items()}

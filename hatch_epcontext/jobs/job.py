@@ -21,6 +21,7 @@ from hatch_epcontext.files import is_sha256
 from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built
 from hatch_epcontext.jobs.cache.build import changed_error
 from hatch_epcontext.jobs.failure import failure
+from hatch_epcontext.jobs.genai import answers_key, compare_answers
 from hatch_epcontext.jobs.keys import artifact_key, fingerprint, search_key, terms_of
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
@@ -53,7 +54,7 @@ def run_job(build: Build, job: Job) -> Built:
     try:
         run = _JobRun(build, job, steps)
         built = run.from_cache() if job.target.from_cache else run.compiled()
-        return replace(built, answers=run.compare_answers(built)) if job.may_answer else built
+        return replace(built, answers=run.compare_answers(built))
     except BuildError as error:
         raise job.located(error) from error
     finally:
@@ -74,9 +75,6 @@ def store_result(build: Build, job: Job, built: Built) -> None:
     cache.put("searches", key, built.search.to_store(build.day))
     cache.put("refs", own, artifact)
     if built.answers:
-        # Imported here: few projects have a language model.
-        from hatch_epcontext.jobs.genai import answers_key
-
         cache.put("facts", answers_key(build, built), built.answers)
 
 
@@ -291,14 +289,12 @@ class _JobRun:
 
     def compare_answers(self, built: Built) -> tuple[Answer, ...]:
         """What onnxruntime-genai answers with ``built``; see `genai.compare_answers`."""
-        # Imported here: few projects have a language model.
-        from hatch_epcontext.jobs.genai import compare_answers
 
-        # Only a device opens contexts that share weights: another process would crash.
-        alone = self._job.alone
-        return compare_answers(
-            self._build, built, lambda: [*map(self._run_alone, alone)] or [built]
-        )
+        def run_alone() -> Sequence[Built]:
+            # Only a device opens contexts that share weights: another process would crash.
+            return [*map(self._run_alone, self._job.alone)] or [built]
+
+        return compare_answers(self._build, built, run_alone)
 
     def _built(self, search: Search, winner: Attempt) -> Built:
         """The result; raises BuildError if more must be known of it."""

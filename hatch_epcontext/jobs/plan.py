@@ -108,10 +108,10 @@ class Job:
 
         A GPU needs another distribution of it.
         """
-        model, provider = self.models[0], self.target.provider
+        model, genai = self.models[0], self.models[0].genai
         is_run = model.validate.mode in ("auto", "require") and model.tolerance_for(self.target)
-        is_whole = model.shape_set is None or len(self.models) == len(model.shape_set.members)
-        return bool(model.genai and provider.simulator and is_run and is_whole)
+        is_whole = genai and (not genai.stage or len(self.models) == len(genai.stages))
+        return bool(self.target.provider.simulator and is_run and is_whole)
 
     @property
     def may_dequantize(self) -> bool:
@@ -191,10 +191,7 @@ def jobs_of(config: Config) -> tuple[Job, ...]:
     jobs: list[Job] = []
     problems: list[Problem] = []
     for model in config.models:
-        for target in model.targets:
-            if model.genai is not None and target.provider.product == "optimized":
-                # onnxruntime-genai optimizes what it opens, and the folder is shipped.
-                continue
+        for target in model.compiled_targets:
             members = _members(config, model, target) or [(model, target)]
             if members[0][0] is model:
                 group = model.share_weights if len(members) > 1 else None

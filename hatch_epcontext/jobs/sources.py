@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import hatch_epcontext
+from hatch_epcontext.config.genai import check_caches
 from hatch_epcontext.config.settings import SYNTHETIC, Config, Model
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, merged
 from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_file, too_large
@@ -153,11 +154,7 @@ def read_sources(
     for key, facts in kept.items():
         cache.put("facts", key, facts)
     problems = [p for m in config.models for p in unknown_outputs(m, known[m.name].outputs)]
-    if any(model.genai for model in config.models):
-        # Imported here: few projects have a language model.
-        from hatch_epcontext.config.genai import check_caches
-
-        problems += (p for m in config.models for p in check_caches(m, known[m.name].inputs))
+    problems += (p for m in config.models for p in check_caches(m, known[m.name].inputs))
     if problems:
         # All shapes of one model have the same tolerance.
         raise ModelError(*merged(problems))
@@ -216,8 +213,7 @@ def input_files(inputs: str) -> list[Path]:
 def _source(model: Model, facts: ModelFacts, index: Index) -> Source:
     """The model with its hex sha256: of its file, or of its file and all files of its external data."""
     folder = model.path.parent
-    beside = model.genai.beside if model.genai and not model.genai.stage else ()
-    names = dict.fromkeys((model.path.name, *facts.external_data, *beside))
+    names = dict.fromkeys((model.path.name, *facts.external_data, *model.beside))
     records = {name: index.record(folder / name) for name in names}
     sha256 = records[model.path.name].sha256
     if facts.external_data:

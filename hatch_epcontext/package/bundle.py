@@ -78,7 +78,7 @@ def _bundle(
     places: dict[str, str] = {}
     for source in result.sources:
         model, shipped = source.model, folders[source.model.name]
-        if model.genai is not None and model.genai.stage:
+        if model.is_stage:
             # The folder is shipped.
             continue
         only_here = _is_only_here(model) or (model.genai is not None and result.built)

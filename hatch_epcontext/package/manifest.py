@@ -232,7 +232,7 @@ def make(
 def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dict[str, Variant]:
     """The variants of a model in the order of its targets; ``file``: where its source is, if it is one."""
     model, facts, shape_set = source.model, source.facts, source.model.shape_set
-    names = {model.name} if model.genai else {model.name, model.configured_name}
+    names = {model.name, shape_set.name} if shape_set and shape_set.members else {model.name}
     order = shape_set.targets if shape_set else tuple(target.name for target in model.targets)
     compiled = {
         result.job.target.name: _variant(result, member.name)
@@ -257,8 +257,7 @@ def _about(
     source: Source, sources: Mapping[str, Source], built: tuple[Built, ...], layout: Layout
 ) -> ComponentMetadata:
     model, facts = source.model, source.facts
-    # The stages of a pipeline are no sizes to choose from.
-    members = model.shape_set.members if model.shape_set and not model.genai else ()
+    members = model.shape_set.members if model.shape_set else ()
     validated = (job.validated.get(model.name) for job in built)
     return ComponentMetadata(
         model.configured_name,

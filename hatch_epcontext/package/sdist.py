@@ -140,8 +140,7 @@ def _of_model(model: Model) -> Diagnosed[list[Needed]]:
             message = f"the external data {name!r} is outside the model's folder."
             hint = "Save the model with relative locations."
             yield Problem.at(model.key, Kind.EXTERNAL_DATA, message, hint)
-    beside = model.genai.beside if model.genai else ()
-    others = (model.path.parent / name for name in (*names, *beside) if is_portable(name))
+    others = (model.path.parent / name for name in (*names, *model.beside) if is_portable(name))
     return [Needed(model.key, file) for file in (model.path, *others)]
 
 

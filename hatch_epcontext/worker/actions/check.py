@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import onnx
 
+from hatch_epcontext.config.genai import check_caches
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Advice, Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import graph, refusals
@@ -55,12 +56,8 @@ def _check_model(model: Model) -> ModelFacts:
     data = data_of(onnx_model, model.path, model.key)
     own_inputs = _inputs(onnx_model)
     own_outputs = tuple(map(graph.facts, onnx_model.graph.output))
-    if model.genai is not None:
-        # Imported here: few projects have a language model.
-        from hatch_epcontext.config.genai import check_caches
-
-        if wrong := [*check_caches(model, own_inputs)]:
-            raise ModelError(*wrong)
+    if wrong := [*check_caches(model, own_inputs)]:
+        raise ModelError(*wrong)
     fix_constants(onnx_model, model)
     optional = tuple(value.name for value in graph.optional_inputs(onnx_model))
     fix_defaults(onnx_model)
