@@ -7,20 +7,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hatch_epcontext.config.genai_config import GENAI_CONFIG
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy, symlink_or_copy
-from hatch_epcontext.jobs.artifact import Built, Result, Source
+from hatch_epcontext.jobs.artifact import Built, Source
 from hatch_epcontext.jobs.plan import FORMAT, Job
 from hatch_epcontext.jobs.requirements import installed
-from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.serialize import value_sha256
-from hatch_epcontext.shipped import SOURCE
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import Answer, ValidationStatus
+
+if TYPE_CHECKING:
+    from hatch_epcontext.jobs.steps import Build
 
 _WINDOW = {"alignment": "left", "slide_inputs": True, "slide_key_value_cache": False}
 """How the chunks of a prompt are filled: at their end."""
@@ -33,29 +34,7 @@ _MAX_SIMULATED = 200 * 10**6
 _PACKAGE = "onnxruntime-genai"
 
 
-def overlays(result: Result) -> dict[str, dict[str, Any]]:
-    """What each target changes in the configuration of each language model, by its folder in the package."""
-    changes = {
-        f"{source.model.name}/{SOURCE}": source.model.genai.limits
-        for source in result.sources
-        if source.model.genai and not source.model.is_stage
-    }
-    sources = {source.model.name: source for source in result.sources}
-    return changes | {place: _overlay(own, sources) for place, own in _by_target(result).items()}
-
-
-def _by_target(result: Result) -> dict[str, list[Built]]:
-    """What was compiled of language models, all stages for a target, by its folder in the package."""
-    targets: dict[str, list[Built]] = {}
-    for built in result.built:
-        model = built.job.models[0]
-        if model.genai is not None:
-            place = f"{model.configured_name}/{built.job.target.name}"
-            targets.setdefault(place, []).append(built)
-    return targets
-
-
-def _overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str, Any]:
+def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str, Any]:
     """What genai needs to run the ``results`` of one target: one model, or the stages of a pipeline."""
     stages = {
         context.model: f"{built.job.folder.partition('/')[2]}/{context.model_file}"
@@ -117,7 +96,7 @@ def answers_key(build: Build, built: Built) -> str:
     source = build.sources[model.configured_name]
     records = (source.records, built.artifact.record.files)
     files = [{name: file.sha256 for name, file in record.items()} for record in records]
-    return value_sha256([FORMAT, model.genai.limits, _overlay([built], build.sources), files])
+    return value_sha256([FORMAT, model.genai.limits, overlay([built], build.sources), files])
 
 
 def compare_answers(
@@ -172,8 +151,8 @@ def _converse(build: Build, job: Job, where: str, results: Sequence[Built]) -> t
         for built in results:
             inside = moved / built.job.folder.partition("/")[2]
             shutil.copytree(built.artifact.folder, inside, copy_function=link_or_copy)
-    overlay = json.dumps(_overlay(results, build.sources))
-    request = ConverseRequest(str(moved), stage.genai, overlay, target.plugin)
+    changes = json.dumps(overlay(results, build.sources))
+    request = ConverseRequest(str(moved), stage.genai, changes, target.plugin)
     with build.device(target):
         answers = build.workers.call(request, scratch, location=where, step="validation")
     shutil.rmtree(moved)

@@ -13,11 +13,12 @@ import hatch_epcontext
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.artifact import PACKAGE, Result, Source
+from hatch_epcontext.jobs.artifact import PACKAGE, Built, Result, Source
 from hatch_epcontext.jobs.cache.build import changed_error
+from hatch_epcontext.jobs.genai import overlay
 from hatch_epcontext.jobs.plan import ships_source
 from hatch_epcontext.package import manifest
-from hatch_epcontext.shipped import OPTION_FILES
+from hatch_epcontext.shipped import OPTION_FILES, SOURCE
 from hatch_epcontext.system import writing
 
 _PYINSTALLER = "__pyinstaller"
@@ -87,16 +88,7 @@ def _bundle(
             files |= _copy_source(source, folder, shipped)
         elif installed is not None:
             places[model.name] = Path(os.path.relpath(model.path, installed)).as_posix()
-    if any(source.model.genai for source in result.sources):
-        # Imported here: few projects have a language model.
-        from hatch_epcontext.jobs.genai import overlays
-
-        for target, overlay in overlays(result).items():
-            file = folder / target / "overlay.json"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            text = f"{json.dumps(overlay, indent=2)}\n"
-            file.write_text(text, encoding="utf-8", newline="\n")
-            files[f"{target}/{file.name}"] = record_file(file)
+    files |= _write_overlays(result, folder)
     for name, path in modules.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
@@ -110,6 +102,31 @@ def _bundle(
     package = manifest.make(result, places, files, layout, companions)
     with_manifest = {**files, manifest.FILE: record_file(manifest.save(package, folder))}
     return Bundle(folder, with_manifest, package)
+
+
+def _write_overlays(result: Result, folder: Path) -> dict[str, FileRecord]:
+    """Write what each target changes in the configuration of each language model; returns the records."""
+    sources = {source.model.name: source for source in result.sources}
+    overlays = {
+        f"{name}/{SOURCE}": source.model.genai.limits
+        for name, source in sources.items()
+        if source.model.genai and not source.model.is_stage
+    }
+    # All stages for a target have one.
+    by_target: dict[str, list[Built]] = {}
+    for built in result.built:
+        model = built.job.models[0]
+        if model.genai:
+            place = f"{model.configured_name}/{built.job.target.name}"
+            by_target.setdefault(place, []).append(built)
+    overlays |= {place: overlay(results, sources) for place, results in by_target.items()}
+    files = {}
+    for place, changes in overlays.items():
+        file = folder / place / "overlay.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{json.dumps(changes, indent=2)}\n", encoding="utf-8", newline="\n")
+        files[f"{place}/{file.name}"] = record_file(file)
+    return files
 
 
 def _copy_option_files(result: Result, folder: Path) -> dict[str, FileRecord]:
