@@ -11,7 +11,7 @@ from typing import Any
 
 from hatch_epcontext.config.genai_config import (
     GENAI_CONFIG,
-    READING,
+    UNREADABLE,
     Genai,
     GenaiConfig,
     config_of,
@@ -19,11 +19,7 @@ from hatch_epcontext.config.genai_config import (
     value_at,
 )
 from hatch_epcontext.config.settings import Model, ShapeSet
-from hatch_epcontext.config.tables import (
-    FallbackTable,
-    ModelTable,
-    TargetTable,
-)
+from hatch_epcontext.config.tables import FallbackTable, ModelTable, TargetTable
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, Setting
 from hatch_epcontext.files import is_lfs_pointer, is_portable, is_regular, unreadable
@@ -92,11 +88,8 @@ def _unusable_files(folder: Path, files: list[str]) -> Iterator[_Fault]:
     root, places = os.path.realpath(folder), {name: folder / name for name in files}
     real = {name: Path(os.path.realpath(place)) for name, place in places.items()}
     if links := [n for n in files if places[n].is_symlink() and not is_regular(places[n])]:
-        yield (
-            "path",
-            f"has links to no file: {_names(links)}.",
-            _hint_for_links(real[links[0]]),
-        )
+        message = f"has links to no file: {_names(links)}."
+        yield "path", message, _hint_for_links(real[links[0]])
     if links := [n for n in files if n not in links and not real[n].is_relative_to(root)]:
         message = f"has links out of the folder: {_names(links)}."
         yield "path", message, _hint_for_links(real[links[0]])
@@ -138,7 +131,7 @@ def _read_text_model(folder: Path) -> tuple[GenaiConfig | None, list[_Fault]]:
         type_ = value_at(document, "model.type", str)
         if type_ in _TEXT_TYPES:
             return config_of(document), []
-    except READING as error:
+    except UNREADABLE as error:
         hint = "Write the folder again, for example with onnxruntime-genai's model builder."
         return None, [("path", f"{GENAI_CONFIG} cannot be read: {error}.", hint)]
     none = "and onnxruntime-genai has no text model of that type"
@@ -151,7 +144,7 @@ def _faults(
     folder: Path,
     config: GenaiConfig,
     changed: Mapping[str, Any],
-    beside: list[str],
+    files: list[str],
 ) -> Iterator[_Fault]:
     for name in (*config.files.values(), *config.cached):
         if not is_portable(name) or "/" in name:
@@ -162,12 +155,12 @@ def _faults(
         elif name not in config.cached and not is_regular(folder / name):
             message = f"{GENAI_CONFIG} names the file {show(name)}, which is missing."
             yield "path", message, "Fetch it."
-    yield from _faults_of_tokenizer(config, beside)
+    yield from _faults_of_tokenizer(config, files)
     for place, library in dict.fromkeys(_libraries(config.document)):
         message = f"{GENAI_CONFIG} names the library {show(library)}, which is for one system."
         hint = f'Remove {place}. For QNN, "backend_type": "htp" is right on every system.'
         yield "path", message, hint
-    for name in sorted({*changed, SOURCE}.intersection(file.partition("/")[0] for file in beside)):
+    for name in sorted({*changed, SOURCE}.intersection(file.partition("/")[0] for file in files)):
         message = f"has a folder {show(name)}, the place of that target in the package."
         yield "path", message, "Rename one of them."
     length = table.context_length or config.context_length
@@ -179,11 +172,8 @@ def _faults(
     fixed = any(own.static_shapes for own in changed.values() if own)
     if (fixed or config.cached) and (reason := _not_a_filler(config.content)):
         message = f"{GENAI_CONFIG} has the pad_token_id {show(config.content.get('pad_token_id'))}, {reason}."
-        yield (
-            "path",
-            message,
-            "Set it to a token that no prompt has, and eos_token_id to the end of an answer.",
-        )
+        hint = "Set it to a token that no prompt has, and eos_token_id to the end of an answer."
+        yield "path", message, hint
     if fixed and not config.cached:
         if "position_ids" in config.inputs:
             message = (
@@ -255,24 +245,26 @@ def stages(model: Model) -> tuple[Model, ...]:
     genai, config = model.genai, model.genai.config
     fixed = tuple(target for target in model.targets if target.settings.static_shapes)
     still_open = tuple(target for target in model.targets if not target.settings.static_shapes)
-    shapes = config.dummy_shapes
-    plain = dataclasses.replace(model, targets=still_open, static_shapes=False, shapes=shapes)
-    if not fixed:
-        return (plain,)
     modules, in_fixed = model.companion_modules, {target.name for target in fixed}
     in_stages = {name: module for name, module in modules.items() if name in in_fixed}
-    rest = {name: module for name, module in modules.items() if name not in in_fixed}
-    plain = dataclasses.replace(plain, companion_modules=rest)
-    names = genai.stages
+    plain = dataclasses.replace(
+        model,
+        targets=still_open,
+        static_shapes=False,
+        shapes=config.dummy_shapes,
+        companion_modules={n: module for n, module in modules.items() if n not in in_fixed},
+    )
+    if not fixed:
+        return (plain,)
     common: dict[str, Any] = {
         "targets": fixed,
         "companion_modules": in_stages,
         "fallback": "none",
         "shape_set": ShapeSet(model.name, (), tuple(target.name for target in model.targets)),
-        "share_weights": f"{model.name}.shared" if len(names) > 1 else None,
+        "share_weights": f"{model.name}.shared" if len(genai.stages) > 1 else None,
     }
     models = []
-    for name in names:
+    for name in genai.stages:
         own: dict[str, Any] = {"genai": dataclasses.replace(genai, stage=name)}
         if config.cached:
             own["path"] = model.path.parent / config.files[name]

@@ -23,6 +23,9 @@ _MAX = 2**24
 _TYPICAL = 1024
 """The most tokens that a profile is optimized for, as in onnxruntime-genai's own."""
 
+UNREADABLE = (AttributeError, OSError, RecursionError, TypeError, ValueError)
+"""What `read_config` and its parts raise for a file that is none."""
+
 
 @dataclass(frozen=True)
 class GenaiConfig:
@@ -118,16 +121,18 @@ class Genai:
 
 
 def read_config(folder: Path) -> GenaiConfig:
-    """The ``genai_config.json`` in ``folder``; raises OSError, and ValueError for what it lacks."""
+    """What the folder says; raises one of `UNREADABLE`."""
     return config_of(read_document(folder))
 
 
 def read_document(folder: Path) -> Any:
+    """The JSON of the folder's file."""
     text = (folder / GENAI_CONFIG).read_bytes()
     return json.loads(text, object_pairs_hook=_unique)
 
 
 def config_of(content: Any) -> GenaiConfig:
+    """What ``content``, a whole document, says."""
     decoder = value_at(content, "model.decoder", dict)
     pipeline = value_at(content, "model.decoder.pipeline", list, [])
     stages = {name: stage for entry in pipeline for name, stage in dict(entry).items()}
@@ -164,7 +169,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def value_at(table: Any, path: str, type_: type, default: Any = None) -> Any:
-    """The value at the dotted ``path``."""
+    """The value at the dotted ``path``; raises ValueError for another type, or a number out of range."""
     value = table
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -174,7 +179,3 @@ def value_at(table: Any, path: str, type_: type, default: Any = None) -> Any:
     if isinstance(value, int) and not 0 < value <= _MAX:
         raise ValueError(f"{path} must be from 1 to {_MAX}, not {value}")
     return value
-
-
-READING = (AttributeError, OSError, RecursionError, TypeError, ValueError)
-"""What `read_config` raises for files that are none."""

@@ -36,30 +36,30 @@ _PACKAGE = "onnxruntime-genai"
 
 def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str, Any]:
     """What genai needs to run the ``results`` of one target: one model, or the stages of a pipeline."""
-    stages = {
-        context.model: f"{built.job.folder.partition('/')[2]}/{context.model_file}"
-        for built in results
-        for context in built.artifact.record.contexts
-    }
     job = results[0].job
     model, target = job.models[0], job.target
-    prefix = f"{model.configured_name}."
     assert model.genai is not None, "only a language model has an overlay"
     config, name = model.genai.config, target.provider.genai_name
     # The module for apps knows the folders of the others.
     own = {key: value for key, value in target.load_options.items() if "{" not in value}
-    options = {**config.providers.get(name, {}), **own}
     shared = {"ep.share_ep_contexts": "1"} if job.group is not None else {}
     session = {
         **target.settings.session_options,
         **shared,
         "session.disable_model_compile": "1",
-        "provider_options": [{name: options}],
+        "provider_options": [{name: {**config.providers.get(name, {}), **own}}],
+    }
+    files = {
+        context.model.removeprefix(f"{model.configured_name}."): (
+            f"{built.job.folder.partition('/')[2]}/{context.model_file}"
+        )
+        for built in results
+        for context in built.artifact.record.contexts
     }
     result, decoder = model.genai.limits, dict[str, Any]()
-    pipeline = config.content["decoder"].get("pipeline") or ()
-    named = {name: dict(stage) for entry in pipeline for name, stage in entry.items()}
-    if model.genai.stage and not named:
+    entries = config.content["decoder"].get("pipeline") or ()
+    pipeline = {name: dict(stage) for entry in entries for name, stage in entry.items()}
+    if model.genai.stage and not pipeline:
         result["model"]["type"] = "decoder-pipeline"
         result["search"]["past_present_share_buffer"] = True
         facts = sources[model.name].facts
@@ -68,25 +68,25 @@ def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str
         window = {"window_size": model.genai.chunk, "pad_value": config.content["pad_token_id"]}
         decoder["sliding_window"] = {**window, **_WINDOW}
         tensors = {kind: [v.name for v in getattr(facts, kind)] for kind in ("inputs", "outputs")}
-        first, *_, last = *stages, *stages
-        for name in stages:
+        first, *_, last = *files, *files
+        for name in files:
             runs = {"run_on_prompt": name == first, "run_on_token_gen": name == last}
-            named[name.removeprefix(prefix)] = {**tensors, **runs}
-    for name, file in stages.items():
-        part = named[name.removeprefix(prefix)] if model.genai.stage else decoder
+            pipeline[name] = {**tensors, **runs}
+    for name, file in files.items():
+        part = pipeline[name] if model.genai.stage else decoder
         part |= {"filename": file, "session_options": session}
-    if named:
-        decoder["pipeline"] = [{name: stage} for name, stage in named.items()]
+    if pipeline:
+        decoder["pipeline"] = [{name: stage} for name, stage in pipeline.items()]
     result["model"]["decoder"] = decoder
     return result
 
 
 def is_due(build: Build, built: Built) -> bool:
     """Whether onnxruntime-genai is to answer with ``built``, which was run here, in minutes."""
-    source = build.sources.get(built.job.models[0].configured_name)
+    if not built.job.may_answer:
+        return False
     was_run = all(v.status in _RUN for v in built.validations.values())
-    is_small = source is not None and source.size < _MAX_SIMULATED
-    return built.job.may_answer and was_run and is_small
+    return was_run and build.sources[built.job.models[0].configured_name].size < _MAX_SIMULATED
 
 
 def answers_key(build: Build, built: Built) -> str:
