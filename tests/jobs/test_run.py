@@ -160,7 +160,7 @@ def test_a_model_that_cannot_be_compiled_is_refused_before_anything_is_prepared(
     (problem,) = raised.value.problems
     assert problem.kind is Kind.NOT_COMPILABLE
     assert "NonZero" in problem.message
-    assert "Change cut in the model's table" in problem.advice()
+    assert 'cut = { outputs = ["r"] }' in problem.advice()
     (built,) = run(toml + "min-coverage = 0.6\n").built
     (context,) = built.artifact.record.contexts
     assert context.coverage is not None
