@@ -24,7 +24,7 @@ from hatch_epcontext.api import (
     validate_context,
 )
 from hatch_epcontext.graph.dtypes import Array
-from hatch_epcontext.worker.compiler import compile_context
+from hatch_epcontext.worker.compiling import compile_context
 from hatch_epcontext.worker.ort_values import run
 from hatch_epcontext.worker.session import context_options, open_session
 from tests.conftest import needs_qnn

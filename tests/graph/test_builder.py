@@ -15,8 +15,8 @@ from hatch_epcontext.graph.builder import (
     Rules,
     TooManyNodesError,
     remove_unused,
-    separate_outputs,
 )
+from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.scope import Scope
 from tests.models import parsed, value
 

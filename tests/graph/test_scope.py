@@ -6,8 +6,9 @@ import pytest
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.cost import multiply_adds
 from hatch_epcontext.graph.operators import MOVES
-from hatch_epcontext.graph.scope import Scope, multiply_adds
+from hatch_epcontext.graph.scope import Scope
 from tests.models import parsed
 
 

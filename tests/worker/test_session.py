@@ -152,7 +152,7 @@ def test_an_ep_that_cross_compiles_takes_any_of_its_devices() -> None:
 def test_a_session_writes_the_context_model_of_an_ep_without_model_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embed: bool
 ) -> None:
-    from hatch_epcontext.worker import compiler
+    from hatch_epcontext.worker import compiling
 
     # QNN can do it too, with ONNX Runtime's keys instead of TensorRT's own.
     result = tmp_path / "a_ctx.onnx"
@@ -166,7 +166,7 @@ def test_a_session_writes_the_context_model_of_an_ep_without_model_compiler(
         },
     )
     prepared = save(network(1), tmp_path / "a.onnx")
-    compiler._with_session(prepared, options(to, to.settings.provider_options), to)
+    compiling._with_session(prepared, options(to, to.settings.provider_options), to)
     context = read_context(Model("a", prepared, MODEL), prepared, result, to)
     assert context.coverage is not None
     assert context.coverage.share == 1

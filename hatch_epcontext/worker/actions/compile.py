@@ -20,12 +20,9 @@ from hatch_epcontext.graph.external import put_data
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.shipped import PREPARED
-from hatch_epcontext.worker.compiler import (
-    compile_buffers,
-    compile_context,
-    explaining,
-    optimize,
-)
+from hatch_epcontext.worker.compiling import compile_buffers, compile_context
+from hatch_epcontext.worker.explaining import explaining
+from hatch_epcontext.worker.optimizing import optimize
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest

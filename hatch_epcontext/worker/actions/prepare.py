@@ -12,8 +12,8 @@ import onnxruntime as ort
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.bodies import move_weights
-from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.dequantize import is_static
+from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.comparison.compare import (
@@ -35,7 +35,7 @@ from hatch_epcontext.worker.comparison.runs import (
     write_reference,
 )
 from hatch_epcontext.worker.comparison.selections import open_with_reads
-from hatch_epcontext.worker.compiler import load_named, optimize
+from hatch_epcontext.worker.optimizing import load_named, optimize
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import Prepared, PrepareRequest
 from hatch_epcontext.worker.results import Preparation

@@ -35,7 +35,7 @@ from hatch_epcontext.worker.comparison.runs import (
     for_other_numbers,
     read_reference,
 )
-from hatch_epcontext.worker.compiler import load_named, optimize
+from hatch_epcontext.worker.optimizing import load_named, optimize
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest

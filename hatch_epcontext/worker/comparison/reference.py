@@ -23,11 +23,12 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.batch.follow import batch_of_outputs
-from hatch_epcontext.graph.builder import separate_outputs
+from hatch_epcontext.graph.cost import multiply_adds
 from hatch_epcontext.graph.dequantize import dequantize, is_quantized
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.external import load_whole, save_whole
-from hatch_epcontext.graph.scope import Scope, multiply_adds
+from hatch_epcontext.graph.repairs import separate_outputs
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.comparison.compare import refuse_differences
 from hatch_epcontext.worker.comparison.measures import OutputFacts

@@ -18,7 +18,8 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions import prepare as prepare_worker
-from hatch_epcontext.worker.compiler import compile_context, explaining
+from hatch_epcontext.worker.compiling import compile_context
+from hatch_epcontext.worker.explaining import explaining
 from hatch_epcontext.worker.requests import (
     CompileReply,
     CompileRequest,

@@ -11,7 +11,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Key, Kind
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.actions.compile import _finish_sharing
-from hatch_epcontext.worker.compiler import compile_context
+from hatch_epcontext.worker.compiling import compile_context
 from hatch_epcontext.worker.requests import CompileRequest
 from tests.conftest import needs_qnn
 from tests.models import parsed, save, transformer

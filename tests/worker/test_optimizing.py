@@ -11,7 +11,7 @@ from onnx import TensorProto, numpy_helper
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites.branches import if_as_where
 from hatch_epcontext.graph.rewriting import apply
-from hatch_epcontext.worker.compiler import optimize
+from hatch_epcontext.worker.optimizing import optimize
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import parsed, save, save_with_data
