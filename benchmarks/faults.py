@@ -113,7 +113,7 @@ def _inner(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
         name
         for node in model.graph.node
         for name in node.output
-        if name and name not in outputs and flow.depends([name]) and scope.dtype(name) == np.float32
+        if name and name not in outputs and flow.varies([name]) and scope.dtype(name) == np.float32
     ]
     probed = _copy(model)
     float_ = onnx.TensorProto.FLOAT

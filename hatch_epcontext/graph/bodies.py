@@ -13,7 +13,7 @@ import onnx
 from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, rename
+from hatch_epcontext.graph.builder import Builder, rename_values
 from hatch_epcontext.graph.scope import Scope
 
 _READER = "SequenceConstruct"
@@ -105,4 +105,4 @@ def _move_large(body: onnx.GraphProto, builder: Builder) -> None:
     for node in [*body.node]:
         if move(node.output[0] if node.output else "", graph.constant_tensor(node)):
             body.node.remove(node)
-    rename(body.node, names)
+    rename_values(body.node, names)

@@ -118,7 +118,7 @@ class Builder:
                 names[value] = output
             elif output:
                 self.copy_to(names.get(value, value), output)
-        rename(new, names)
+        rename_values(new, names)
         return True
 
     def write(self) -> None:
@@ -249,24 +249,24 @@ class Builder:
         axes = self.integers([axis])
         return self.concat([self.add("Unsqueeze", value, axes) for value in values], axis)
 
-    def store_all(self, body: onnx.GraphProto, renamed: dict[str, str]) -> None:
-        """Store the tensors of ``body``, a graph inside another one; ``renamed`` gets their new names."""
+    def store_all(self, body: onnx.GraphProto, names: dict[str, str]) -> None:
+        """Store the tensors of ``body``, a graph inside another one; ``names`` gets their new names."""
         for tensor in body.initializer:
             moved = onnx.TensorProto.FromString(tensor.SerializeToString())
-            moved.name = renamed[tensor.name] = self.fresh(tensor.name)
+            moved.name = names[tensor.name] = self.fresh(tensor.name)
             self.stored.append(moved)
 
     def copy(
-        self, nodes: Iterable[onnx.NodeProto], renamed: dict[str, str], suffix: str = ""
+        self, nodes: Iterable[onnx.NodeProto], names: dict[str, str], suffix: str = ""
     ) -> None:
         """Add copies of ``nodes``.
 
-        ``renamed`` has new names for values that ``nodes`` use, and gets those of their outputs.
+        ``names`` has new names for values that ``nodes`` use, and gets those of their outputs.
         """
         copies = [copy_of(node) for node in nodes]
         for node in copies:
             node.name = node.name or node.op_type
-        _rename_results(copies, renamed, lambda name: self.fresh(f"{name}{suffix}"))
+        _rename_nodes(copies, names, lambda name: self.fresh(f"{name}{suffix}"))
         for node in copies:
             self.append(node)
 
@@ -316,7 +316,7 @@ def _keep(named: Any, used: set[str]) -> None:
     named.extend(kept)
 
 
-def _rename_results(
+def _rename_nodes(
     nodes: Iterable[onnx.NodeProto], names: dict[str, str], new: Callable[[str], str]
 ) -> None:
     """Give ``nodes`` and their results the names that ``new`` makes of theirs, in place.
@@ -340,17 +340,17 @@ def rename_graph(body: onnx.GraphProto, names: dict[str, str], new: Callable[[st
     names.update((name, new(name)) for name in dict.fromkeys(value.name for value in named))
     for value in named:
         value.name = names[value.name]
-    _rename_results(body.node, names, new)
+    _rename_nodes(body.node, names, new)
     for value in (*body.output, *body.value_info):
         value.name = names.get(value.name, value.name)
 
 
-def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
+def rename_values(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
     """Give the values of ``nodes`` their new ``names``, which no graph inside them has, in place."""
     for node in nodes:
         for list_ in (node.input, node.output):
             list_[:] = [names.get(name, name) for name in list_]
         for inner in graph.inner_graphs(node):
-            rename(inner.node, names)
+            rename_values(inner.node, names)
             for value in inner.output:
                 value.name = names.get(value.name, value.name)

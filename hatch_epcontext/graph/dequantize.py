@@ -317,7 +317,7 @@ def _moved(
 ) -> str | None:
     """The name of the floats of `_stored`, if the integers are only moved after they were stored."""
     value, scale, zero = names
-    name, moves = scope.trace(value, operators.MOVES - {"Split"})
+    name, moves = scope.origin_and_moves(value, operators.MOVES - {"Split"})
     # Before the moves, another axis has the scales.
     if moves and any(math.prod(scope.shape(other) or ()) > 1 for other in (scale, zero)):
         return None

@@ -52,10 +52,10 @@ def part_between(
                 raise _wrong(key / end, message, suggestion(name, known))
     outputs = cut.outputs or tuple(value.name for value in main.output)
     ends = {*cut.inputs, *own}
-    nodes = scope.above(outputs, lambda name: name not in ends)
+    nodes = scope.needed_nodes(outputs, lambda name: name not in ends)
     # An output of the graph can be the cut's own input, or the graph's.
     reached = {
-        output: ends.intersection(scope.ancestors([output], lambda name: name not in ends))
+        output: ends.intersection(scope.needed_values([output], lambda name: name not in ends))
         for output in outputs
     }
     needed = {name for names in reached.values() for name in names}
@@ -84,7 +84,7 @@ def cut_around(scope: Scope, values: Collection[str]) -> Cut | None:
     type.
     """
     makers = {scope.makers[name] for name in values}
-    above = {*scope.above(values)}
+    above = {*scope.needed_nodes(values)}
     below, changed = set(makers), {*values}
     for index, node in enumerate(scope.nodes):
         if not changed.isdisjoint(scope.reads[index]):
@@ -93,7 +93,7 @@ def cut_around(scope: Scope, values: Collection[str]) -> Cut | None:
     ends = {value.name for value in scope.body.output}
     made = {name for i, node in enumerate(scope.nodes) if i not in below for name in node.output}
     read = {name for index in below for name in scope.reads[index]} | ends
-    before = Cut(outputs=tuple(n for n in scope.makers if n in made & read and scope.depends([n])))
+    before = Cut(outputs=tuple(n for n in scope.makers if n in made & read and scope.varies([n])))
     rest = [index for index in range(len(scope.nodes)) if index not in above]
     results = {name for index in rest for name in scope.nodes[index].output}
     needed = {name for index in rest for name in scope.reads[index]} - results

@@ -41,12 +41,12 @@ _SHAPES_FROM = (
 
 def deciders(scope: Scope, name: str) -> Deciders:
     """The inputs that decide the value ``name``."""
-    inputs = sorted(scope.inputs_of(name))
+    inputs = sorted(scope.deciding_inputs(name))
     if not inputs or not scope.settings.issuperset(inputs):
         return {}
     compared = (
         constant.item()
-        for node in scope.behind(name)
+        for node in scope.nodes_from_inputs(name)
         for operand in (node.input if node.op_type == "Equal" else ())
         if (constant := scope.constant(operand)) is not None and constant.size == 1
     )
@@ -115,9 +115,9 @@ def _refused(node: onnx.NodeProto, limits: Limits, scope: Scope) -> NodeFacts | 
     decider, what = "", "the shape of an output depends on the values of"
     for index in operators.SIZES_FROM[operator] if is_sized else ():
         name = graph.operand(node, index)
-        if scope.depends([name]) and None in map(scope.shape, node.output):
+        if scope.varies([name]) and None in map(scope.shape, node.output):
             decider = name
-    if operator == "Loop" and not limits.open_shapes and scope.depends(node.input[:1]):
+    if operator == "Loop" and not limits.open_shapes and scope.varies(node.input[:1]):
         decider, what = node.input[0], "the number of iterations depends on"
     if not decider:
         return None

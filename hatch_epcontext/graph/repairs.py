@@ -12,7 +12,7 @@ _INLINED = "_inlfunc_"
 """The prefix of values inside the body of a function that ONNX Runtime put in the place of a node."""
 
 
-def renamed(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
+def without_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
     """``model``, changed in place: names that begin with ``prefix`` lose it, and stay unique."""
     builder = Builder(model)
 

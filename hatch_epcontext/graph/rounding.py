@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, copy_of, rename
+from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, copy_of, rename_values
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.number_format import FUSING, Fault, NumberFormat
 from hatch_epcontext.graph.scope import Scope, Types
@@ -46,7 +46,7 @@ def widen(model: onnx.ModelProto) -> None:
     builder = Builder(model)
     wide = {name: builder.fresh(f"{name}/float32") for name in names}
     inside = [copy_of(node) for node in main.node]
-    rename(inside, wide)
+    rename_values(inside, wide)
     results = {name for node in inside for name in node.output}
     for name, inner in wide.items():
         if inner not in results:

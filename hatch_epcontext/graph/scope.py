@@ -104,7 +104,7 @@ class Scope:
             return None
         return self._outer.maker(name)
 
-    def above(
+    def needed_nodes(
         self, names: Iterable[str], goes_on: Callable[[str], bool] = lambda name: True
     ) -> list[int]:
         """The numbers of the nodes of this graph on which values depend, the nearest first.
@@ -121,15 +121,17 @@ class Scope:
                 waiting += self.reads[index]
         return list(indices)
 
-    def ancestors(
+    def needed_values(
         self, names: Iterable[str], goes_on: Callable[[str], bool] = lambda name: True
     ) -> list[str]:
-        """The values called ``names`` and those on which they depend, the nearest first; see `above`."""
+        """The values called ``names`` and those they depend on, the nearest first; see `needed_nodes`."""
         first = list(names)
-        read = (name for index in self.above(first, goes_on) for name in self.reads[index])
+        read = (name for index in self.needed_nodes(first, goes_on) for name in self.reads[index])
         return list(dict.fromkeys((*first, *read)))
 
-    def trace(self, name: str, through: Container[str]) -> tuple[str, list[onnx.NodeProto]]:
+    def origin_and_moves(
+        self, name: str, through: Container[str]
+    ) -> tuple[str, list[onnx.NodeProto]]:
         """The `origin` of a value, and the nodes that make the value of it, the last one first."""
         nodes: dict[str, onnx.NodeProto] = {}
         # In an invalid graph a value may depend on itself.
@@ -142,7 +144,7 @@ class Scope:
 
     def origin(self, name: str, through: Container[str]) -> str:
         """The value of which nodes of the operators ``through`` make ``name``, each of its first operand."""
-        return self.trace(name, through)[0]
+        return self.origin_and_moves(name, through)[0]
 
     @cached_property
     def _inputs(self) -> Mapping[str, frozenset[str]]:
@@ -154,17 +156,17 @@ class Scope:
                 inputs.update((name, behind) for name in node.output if name)
         return inputs
 
-    def inputs_of(self, name: str) -> frozenset[str]:
+    def deciding_inputs(self, name: str) -> frozenset[str]:
         """The inputs on whose values a value depends."""
         return self._inputs.get(name, frozenset())
 
-    def depends(self, names: Iterable[str]) -> bool:
+    def varies(self, names: Iterable[str]) -> bool:
         """Whether one of the values called ``names`` depends on the values of inputs."""
         return not self._inputs.keys().isdisjoint(names)
 
-    def behind(self, name: str) -> list[onnx.NodeProto]:
+    def nodes_from_inputs(self, name: str) -> list[onnx.NodeProto]:
         """The nodes that compute the value ``name`` from inputs, the last ones first."""
-        return [self.nodes[index] for index in self.above([name], self._inputs.__contains__)]
+        return [self.nodes[index] for index in self.needed_nodes([name], self._inputs.__contains__)]
 
     @cached_property
     def counted(self) -> tuple[onnx.NodeProto, ...]:
@@ -172,10 +174,8 @@ class Scope:
 
         Preparation computes all others once, or removes them.
         """
-        needed = sorted(self.above(value.name for value in self.body.output))
-        return tuple(
-            self.nodes[index] for index in needed if self.depends(self.nodes[index].output)
-        )
+        needed = sorted(self.needed_nodes(value.name for value in self.body.output))
+        return tuple(self.nodes[index] for index in needed if self.varies(self.nodes[index].output))
 
     @cached_property
     def settings(self) -> frozenset[str]:

@@ -11,7 +11,7 @@ from hatch_epcontext.config.settings import Target
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.external import external_data
-from hatch_epcontext.graph.repairs import renamed, restore_inlined
+from hatch_epcontext.graph.repairs import restore_inlined, without_prefix
 from hatch_epcontext.worker.session import (
     LEVELS,
     MIN_EXTERNAL,
@@ -72,7 +72,7 @@ def optimize(
         )
     session = open_session(source, session_options)
     if _INSERTED.encode() in result.read_bytes():
-        onnx.save(renamed(onnx.load(result, load_external_data=False), _INSERTED), result)
+        onnx.save(without_prefix(onnx.load(result, load_external_data=False), _INSERTED), result)
     _move_external(result, data)
     return session
 

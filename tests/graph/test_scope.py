@@ -74,9 +74,9 @@ def test_what_nodes_make_and_read_is_known_also_of_graphs_inside_them() -> None:
     assert list(scope.reads[2]) == ["c", "a"]
     assert (scope.readers["a"], scope.readers["x"]) == ({2}, {0, 1})
     assert scope.maker("x") is None
-    assert scope.above(["y"]) == [2, 0]
-    assert scope.above(["y"], lambda name: name != "a") == [2]
-    assert scope.ancestors(["y"]) == ["y", "c", "a", "x"]
+    assert scope.needed_nodes(["y"]) == [2, 0]
+    assert scope.needed_nodes(["y"], lambda name: name != "a") == [2]
+    assert scope.needed_values(["y"]) == ["y", "c", "a", "x"]
 
 
 def test_graphs_inside_nodes_are_a_part_of_it_if_they_are_to_be() -> None:
@@ -88,13 +88,13 @@ def test_graphs_inside_nodes_are_a_part_of_it_if_they_are_to_be() -> None:
     whole = Scope(main, nested=True)
     assert (operator(whole.maker("sum")), whole.shape("sum")) == ("Add", (3,))
     assert whole.constant("two") == 2
-    assert whole.ancestors(["sum"]) == ["sum", "a", "two", "x"]
+    assert whole.needed_values(["sum"]) == ["sum", "a", "two", "x"]
 
 
 def test_the_origin_of_a_value_is_above_all_nodes_that_only_move_it() -> None:
     main = graph_of("""(float[2, 2] x, int64[2] s) => (float[2, 2] y) {
         a = Neg (x) t = Transpose (a) d = other.Reshape (t, s) r = Reshape (d, s) y = Reshape (r, s) }""")
-    origin, moves = Scope(main).trace("y", MOVES)
+    origin, moves = Scope(main).origin_and_moves("y", MOVES)
     assert (origin, [node.output[0] for node in moves]) == ("d", ["y", "r"])
     assert Scope(main).origin("t", MOVES) == "a"
     main.node[0].input[0] = "t"
@@ -153,4 +153,4 @@ def test_values_of_stored_tensors_that_are_listed_as_inputs_depend_on_none() -> 
     scope = Scope.of(model)
     assert [node.op_type for node in scope.counted] == ["MatMul"]
     assert scope.shape("t") == (300, 300)
-    assert scope.inputs_of("y") == {"x"}
+    assert scope.deciding_inputs("y") == {"x"}

@@ -119,7 +119,7 @@ def _decision(body: onnx.GraphProto) -> tuple[onnx.GraphProto, Sequence[str], se
     # The next iteration gets the state from the last one.
     returns = [helper.make_node("Identity", [result], [name]) for name, result in following.items()]
     looped = Scope(helper.make_graph([*body.node, *returns], "looped", [], []))
-    needed = set(looped.ancestors([condition]))
+    needed = set(looped.needed_values([condition]))
     nodes = [node for node in body.node if not needed.isdisjoint(node.output)]
     stored = [tensor for tensor in body.initializer if tensor.name in needed]
     own = {name for node in nodes for name in node.output}

@@ -109,7 +109,7 @@ def _int64_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     could be moved there.
     """
     ends = _int64_outputs(scope.body).intersection(node.output)
-    above = scope.above(
+    above = scope.needed_nodes(
         ends, lambda name: scope.nodes[scope.makers[name]].op_type not in _NOT_MOVED_PAST
     )
     if _TRANSPOSED.isdisjoint(scope.nodes[index].op_type for index in above):

@@ -54,7 +54,7 @@ def _constants(model: onnx.ModelProto) -> Iterator[SuggestedConstant]:
     ranges = input_ranges(graph.inferred(model), inputs)
     scope = Scope(model.graph, nested=True)
     conditions = [graph.operand(node, 0) for node in scope.nodes if node.op_type == "If"]
-    deciding = scope.ancestors(conditions)
+    deciding = scope.needed_values(conditions)
     for facts in inputs:
         if "int" not in facts.dtype or facts.shape not in ((), (1,)):
             continue

@@ -42,7 +42,7 @@ _COLUMN = 10.0
 """Decibels by which the ratio of a column of a table may be worse than that of the whole output."""
 
 _SLICE = 7.0
-"""The same for any other slice: it has a larger part of the output's signal."""
+"""The same for any other slice: it has a larger part of the output's deviation."""
 
 MANY = 100
 """One in this many slices of an axis may have any error. The floor of a slice's energy is one part in this
@@ -197,7 +197,7 @@ class Aligned:
     rows: Numbers | None = None
 
     def add(self, noise: Numbers) -> None:
-        """Add the ``noise`` of rows, batch x rows, in parts of the signal."""
+        """Add the ``noise`` of rows, batch x rows, in parts of the deviation."""
         ratios: Numbers = -10 * np.log10(np.clip(noise, TINY, 1 / TINY))
         self.rows = ratios if self.rows is None else np.minimum(self.rows, ratios)
 
@@ -226,16 +226,16 @@ def compare_values(
     out, ref = _finite(aligned.output, aligned.reference)
     scores, elsewhere = facts.scores, elsewhere or Elsewhere()
     if scores is None or not scores.fit(ref):
-        measure = _Measure(out, ref, facts, limits.unit, elsewhere)
-        return _judge(_measure(name, measure), measure, limits, row)
+        deviation = _Deviation(out, ref, facts, limits.unit, elsewhere)
+        return _judge(_agreement_of(name, deviation), deviation, limits, row)
     parts: list[Agreement] = []
     for are_scores, part in ((True, " of its scores"), (False, " of its other values")):
         own, own_ref = (scores.take(array, are_scores=are_scores) for array in (out, ref))
         own_facts = replace(facts, nature="unit" if are_scores else facts.nature)
         own_elsewhere = elsewhere.part(scores, are_scores=are_scores)
-        measure = _Measure(own, own_ref, own_facts, limits.unit, own_elsewhere, scores.axis)
-        measured = _measure(name, measure)
-        agreement = _judge(measured, measure, limits, None if parts else row, part)
+        deviation = _Deviation(own, own_ref, own_facts, limits.unit, own_elsewhere, scores.axis)
+        agreement = _agreement_of(name, deviation)
+        agreement = _judge(agreement, deviation, limits, None if parts else row, part)
         if (worst := agreement.worst) is not None:
             worst = scores.whole(worst, are_scores=are_scores)
         parts.append(replace(agreement, worst=worst))
@@ -249,12 +249,12 @@ def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: _Row | N
     limits = replace(limits, snr=limits.snr / (2 if aligned.rows is None else 1))
     ref: Numbers = np.ones(aligned.reference.shape)
     out: Numbers = (aligned.output == aligned.reference).astype(np.float64)
-    measure = _Measure(out, ref, OutputFacts(), limits.unit, Elsewhere())
-    agreement = _measure(name, measure)
+    deviation = _Deviation(out, ref, OutputFacts(), limits.unit, Elsewhere())
+    agreement = _agreement_of(name, deviation)
     # Each place is right or wrong: slices show nothing more; for selected rows only their own ratios do.
     snr = agreement.snr if aligned.rows is None else None
     agreement = replace(agreement, worst=None, worst_snr=None, snr=snr, cosine=None)
-    return _judge(agreement, measure, limits, row)
+    return _judge(agreement, deviation, limits, row)
 
 
 def _worst_row(aligned: Aligned) -> _Row | None:
@@ -269,7 +269,7 @@ def _worst_row(aligned: Aligned) -> _Row | None:
 
 
 def _judge(
-    agreement: Agreement, measure: _Measure, limits: Tolerance, row: _Row | None, part: str = ""
+    agreement: Agreement, deviation: _Deviation, limits: Tolerance, row: _Row | None, part: str = ""
 ) -> Agreement:
     """Judge an ``agreement`` as measured, that of ``part`` of an output, if not of all of it."""
     excesses = []
@@ -278,7 +278,7 @@ def _judge(
     if (snr := agreement.snr) is not None:
         ratios.append((snr, limits.snr, f"signal to noise{part}"))
     if agreement.worst is not None and agreement.worst_snr is not None:
-        least = limits.snr - measure.less(agreement.worst.axis)
+        least = limits.snr - deviation.allowance(agreement.worst.axis)
         text = f"signal to noise in {agreement.worst.text}{part}"
         ratios.append((agreement.worst_snr, least, text))
     if row is not None:
@@ -291,7 +291,7 @@ def _judge(
         excesses.append(Excess(f"cosine{part}", value, limit))
     if limits.atol is not None or limits.rtol is not None:
         rtol, atol = limits.rtol or 0.0, limits.atol or 0.0
-        beyond = np.abs(measure.error) - (atol + rtol * np.abs(measure.ref))
+        beyond = np.abs(deviation.error) - (atol + rtol * np.abs(deviation.ref))
         if beyond.size and beyond.max() > 0:
             value, limit = f"{agreement.max_abs:.3g}", f"at most atol {atol:g}, rtol {rtol:g}"
             excesses.append(Excess("largest difference", value, limit))
@@ -303,30 +303,30 @@ def _judge(
     return replace(agreement, margin=margin, status=status, excesses=tuple(excesses))
 
 
-def _measure(name: str, measure: _Measure) -> Agreement:
+def _agreement_of(name: str, deviation: _Deviation) -> Agreement:
     """How near an output is, without any limits."""
-    ref = measure.ref
-    largest_error = float(np.abs(measure.error).max(initial=0.0))
+    ref = deviation.ref
+    largest_error = float(np.abs(deviation.error).max(initial=0.0))
     if not largest_error:
         return Agreement(name, 0.0, 1.0)
     slices: list[_Row] = []
     for axis, size in enumerate(ref.shape):
-        are_columns = measure.are_columns(axis)
-        if size < 2 or (measure.facts.is_state and not are_columns):
+        are_columns = deviation.are_columns(axis)
+        if size < 2 or (deviation.facts.is_state and not are_columns):
             continue
-        ratios = measure.decibels(axis)
+        ratios = deviation.decibels(axis)
         index = int(np.argsort(ratios)[0 if are_columns else size // MANY])
         if np.isfinite(ratios[index]):
             slices.append((float(ratios[index]), Slice(axis, index, ref.ndim)))
     ratio, worst = min(
-        slices, key=lambda item: item[0] + measure.less(item[1].axis), default=(None, None)
+        slices, key=lambda item: item[0] + deviation.allowance(item[1].axis), default=(None, None)
     )
-    snr = float(measure.decibels(None))
-    return Agreement(name, largest_error, measure.cosine, snr, worst, ratio)
+    snr = float(deviation.decibels(None))
+    return Agreement(name, largest_error, deviation.cosine, snr, worst, ratio)
 
 
 @dataclass(frozen=True)
-class _Measure:
+class _Deviation:
     """Signal and noise of the whole output (for the axis None), or of each slice of an ``axis``.
 
     ``joined``: the axis along which scores are joined with other values. Its slices, such as classes, are the
@@ -375,7 +375,7 @@ class _Measure:
         slices = self.ref.size // places
         return slices <= places and (slices <= MANY or axis == self.joined)
 
-    def less(self, axis: int) -> float:
+    def allowance(self, axis: int) -> float:
         """The decibels by which the ratio of a slice may be worse than that of the whole output."""
         return _COLUMN if self.are_columns(axis) else _SLICE
 

@@ -56,7 +56,7 @@ def output_facts(main: onnx.GraphProto, names: Iterable[str], opset: int) -> dic
 
 def _quantization_step(name: str, scope: Scope) -> float:
     # Means have finer steps.
-    for node in scope.trace(name, _SAME_VALUES - operators.MEANS)[1]:
+    for node in scope.origin_and_moves(name, _SAME_VALUES - operators.MEANS)[1]:
         if node.op_type == "QuantizeLinear":
             return 1.0
         if node.op_type == "DequantizeLinear":

@@ -362,7 +362,7 @@ def _inconclusive(runs: Sequence[ReferenceRun], scope: Scope) -> Iterator[tuple[
             yield name, "it has no values"
         elif is_nowhere_finite(values_of(name, (run for run in runs if run.usual))):
             yield name, "the CPU's values are NaN or Inf everywhere"
-        elif scope.depends([name]) and is_constant(values):
+        elif scope.varies([name]) and is_constant(values):
             value = next(array[finite(array)][0] for array in values if finite(array).any())
             yield name, f"the CPU's value is {value} everywhere, for all inputs"
 

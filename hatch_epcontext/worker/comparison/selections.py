@@ -151,7 +151,7 @@ class _SelectionFinder:
         # The last TopK before rows has selected them.
         for node in reversed([node for node in self._scope.nodes if node.op_type == "TopK"]):
             is_sorted, is_largest = (graph.number(node, key, 1) for key in ("sorted", "largest"))
-            above = {name: self._scope.ancestors([name]) for _, name in waiting}
+            above = {name: self._scope.needed_values([name]) for _, name in waiting}
             behind = [pair for pair in waiting if {*node.output}.intersection(above[pair[1]])]
             waiting = [pair for pair in waiting if pair not in behind]
             columns = tuple(
@@ -384,14 +384,14 @@ def rest_of(model: onnx.ModelProto, scope: Scope) -> Rest | None:
     read = {
         name: scope.types.get(name)
         for name in read
-        if name not in suppressed and inputs.intersection(scope.ancestors([name]))
+        if name not in suppressed and inputs.intersection(scope.needed_values([name]))
     }
     types = {name: type_ for name, type_ in read.items() if type_ is not None}
     if not outputs or not types or len(types) < len(read) or not inputs.isdisjoint(read):
         return None
     names = tuple(value.name for value in outputs)
     part = Part(
-        tuple(read), names, tuple(sorted(scope.above(names, lambda name: name not in read)))
+        tuple(read), names, tuple(sorted(scope.needed_nodes(names, lambda name: name not in read)))
     )
     rest = onnx.ModelProto()
     rest.CopyFrom(model)
@@ -402,7 +402,7 @@ def rest_of(model: onnx.ModelProto, scope: Scope) -> Rest | None:
     )
     if is_apart or rest.ByteSize() > _MAX_REST:
         return None
-    shapes = tuple(name for name in read if not scope.depends([name]))
+    shapes = tuple(name for name in read if not scope.varies([name]))
     reads = tuple(name for name in read if name not in shapes)
     return Rest(reads, shapes, names, rest.SerializeToString())
 
