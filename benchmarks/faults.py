@@ -32,9 +32,9 @@ from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
-from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import Reference
 from hatch_epcontext.worker.ort_values import run
+from hatch_epcontext.worker.reference import reference
 from hatch_epcontext.worker.results import differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.source import fix_inputs, read_source

@@ -22,12 +22,6 @@ from hatch_epcontext.worker.comparison.compare import (
     refuse_form,
     simplified_tolerance,
 )
-from hatch_epcontext.worker.comparison.reference import (
-    source_reference,
-    with_jitter,
-    within_noise,
-    write_float_form,
-)
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     for_other_numbers,
@@ -35,8 +29,10 @@ from hatch_epcontext.worker.comparison.runs import (
     write_reference,
 )
 from hatch_epcontext.worker.comparison.selections import open_with_reads
+from hatch_epcontext.worker.noise import with_jitter, within_noise
 from hatch_epcontext.worker.optimizing import load_named, optimize
 from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.reference import source_reference, write_float_form
 from hatch_epcontext.worker.requests import Prepared, PrepareRequest
 from hatch_epcontext.worker.results import Preparation
 from hatch_epcontext.worker.session import cpu_options, open_session

@@ -28,13 +28,13 @@ from hatch_epcontext.worker.comparison.compare import (
     compare_runs,
     refuse_differences,
 )
-from hatch_epcontext.worker.comparison.reference import open_rounded, with_jitter, within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     ReferenceRun,
     for_other_numbers,
     read_reference,
 )
+from hatch_epcontext.worker.noise import open_rounded, with_jitter, within_noise
 from hatch_epcontext.worker.optimizing import load_named, optimize
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.protocol import step

@@ -24,7 +24,6 @@ from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
 from hatch_epcontext.worker.comparison.emulation import Emulator
-from hatch_epcontext.worker.comparison.reference import within_noise
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     for_other_numbers,
@@ -33,6 +32,7 @@ from hatch_epcontext.worker.comparison.runs import (
 )
 from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.inputs import constant, dummy_inputs
+from hatch_epcontext.worker.noise import within_noise
 from hatch_epcontext.worker.ort_values import not_finite
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import ValidateRequest

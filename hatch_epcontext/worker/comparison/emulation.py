@@ -23,6 +23,7 @@ from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.rounding import applies, emulate, exposed, hidden_faults, rounded, widen
 from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.graph.selections import with_reads
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
@@ -31,7 +32,6 @@ from hatch_epcontext.worker.comparison.runs import (
     run_steps,
     with_telling,
 )
-from hatch_epcontext.worker.comparison.selections import with_reads
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import (

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hatch_epcontext.graph.dtypes import Arrays, Numbers
+from hatch_epcontext.graph.selections import Columns
 from hatch_epcontext.worker.comparison.measures import SIGNAL_PART, TINY, Aligned
 
 LOST = 0.01
@@ -32,44 +32,6 @@ _FAR = 1e100
 
 Places = NDArray[np.intp]
 """Numbers of rows."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Indices of the largest ``candidates``, a value inside the model, along ``axis``; with ``least`` of the
-    smallest. They may be counted from another number than 0.
-    """
-
-    candidates: str
-    axis: int = 0
-    least: bool = False
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Columns of ``output``, whose rows are along ``axis``: from ``start`` to ``stop`` along its last axis.
-
-    ``is_score``: the scores by which the rows are selected; with ``is_sorted`` in their order, with
-    ``is_least`` the smallest. ``is_whole``: whole numbers, equal or not.
-    ``values``: the value inside the model of which they are rows, if they are gathered.
-    """
-
-    output: str
-    axis: int = 0
-    start: int = 0
-    stop: int | None = None
-    is_score: bool = False
-    is_sorted: bool = True
-    is_least: bool = False
-    is_whole: bool = False
-    values: str = ""
-
-    def of(self, arrays: Arrays) -> Numbers:
-        """These columns in ``arrays``: batch x rows x columns."""
-        part = arrays[self.output][..., self.start : self.stop]
-        before, behind = part.shape[: self.axis], part.shape[self.axis + 1 :]
-        shape = (math.prod(before), part.shape[self.axis], math.prod(behind))
-        return np.asarray(part, np.float64).reshape(shape)
 
 
 class Rows:

@@ -14,13 +14,14 @@ import onnxruntime as ort
 
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.facts import Range
+from hatch_epcontext.graph.selections import Selections
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import (
     Elsewhere,
     OutputFacts,
     compare_values,
 )
-from hatch_epcontext.worker.comparison.selections import Selections, select
+from hatch_epcontext.worker.comparison.selections import align
 from hatch_epcontext.worker.ort_values import not_finite, run
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement, AgreementStatus
@@ -111,7 +112,7 @@ class Reference:
             for name in random
         ]
         others = [arrays for run in self.usual for arrays in run.outputs]
-        selected = select(facts.selections, outputs, source, inner, limits.unit, others)
+        selected = align(facts.selections, outputs, source, inner, limits.unit, others)
         for name, aligned in selected.items():
             own, elsewhere = facts.of(name), self.elsewhere(name)
             agreement = compare_values(name, aligned, limits.of(name), own, elsewhere)

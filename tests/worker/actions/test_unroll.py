@@ -13,8 +13,8 @@ from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import Rewrite
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.actions.rewrite import handle
-from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import write_reference
+from hatch_epcontext.worker.reference import reference
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest
 from hatch_epcontext.worker.results import Preparation
 from tests.graph.rewrites.unrolled import recurrent

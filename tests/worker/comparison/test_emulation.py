@@ -15,7 +15,7 @@ from hatch_epcontext.graph.number_format import FLOAT16, Fault, NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
 from hatch_epcontext.worker.comparison.emulation import Emulator
-from hatch_epcontext.worker.comparison.reference import reference
+from hatch_epcontext.worker.reference import reference
 from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement, Emulation, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import parsed, save

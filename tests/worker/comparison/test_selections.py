@@ -13,19 +13,14 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.dtypes import Array, Arrays, Numbers
+from hatch_epcontext.graph.selections import Choice, Selections, find_selections, with_reads
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, explain
 from hatch_epcontext.worker.comparison.measures import OutputFacts, compare_values
-from hatch_epcontext.worker.comparison.reference import reference
-from hatch_epcontext.worker.comparison.rows import Choice
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
-from hatch_epcontext.worker.comparison.selections import (
-    Selections,
-    select,
-    selections,
-    with_reads,
-)
+from hatch_epcontext.worker.comparison.selections import align
 from hatch_epcontext.worker.ort_values import run
+from hatch_epcontext.worker.reference import reference
 from hatch_epcontext.worker.results import Agreement, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import parsed, save, value
@@ -368,7 +363,7 @@ def test_other_uses_of_a_topk_are_no_selections() -> None:
     made = parsed("""(float[2, 50] x) => (float[2, 5] y) <int64[1] k = {5}> {
             values, numbers = TopK (x, k)
             y = Neg (values) }""")
-    assert selections(made) == Selections()
+    assert find_selections(made) == Selections()
 
 
 @pytest.mark.parametrize("operator", ["ArgMax", "ArgMin"])
@@ -379,7 +374,7 @@ def test_the_numbers_of_the_largest_are_a_choice(operator: str) -> None:
             counted = Add (numbers, one)
             flat = Flatten (counted)
             y = Cast <to = 6> (flat) }}""")
-    chosen = selections(made)
+    chosen = find_selections(made)
     assert chosen == Selections((), {"y": Choice("scores", 1, operator == "ArgMin")})
     assert chosen.values == {"scores"}
 
@@ -392,7 +387,7 @@ def classes(shape: tuple[int, ...] = (1, 5, 16, 16)) -> tuple[Numbers, Array]:
 
 def agrees(scores: Numbers, numbers: Array, wanted: Array, axis: int = 1, **more: Any) -> bool:
     found = Selections(choices={"y": Choice("scores", axis, **more)})
-    chosen = select(found, {"y": numbers}, {"y": wanted}, {"scores": scores}, 0.1)
+    chosen = align(found, {"y": numbers}, {"y": wanted}, {"scores": scores}, 0.1)
     return not compare_values("y", chosen["y"], HALF, OutputFacts("indices")).differs
 
 
@@ -532,4 +527,4 @@ def test_a_rest_that_reads_an_input_is_not_computed_apart() -> None:
     made = suppression("rows")
     made.graph.node[5].input[1] = "given"
     made.graph.input.append(value("given", [1, CLASSES, CANDIDATES]))
-    assert selections(made).rest is None
+    assert find_selections(made).rest is None

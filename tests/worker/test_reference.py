@@ -17,7 +17,6 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
-from hatch_epcontext.worker.comparison.reference import reference
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
     Reference,
@@ -25,6 +24,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     write_reference,
 )
+from hatch_epcontext.worker.reference import reference
 from hatch_epcontext.worker.results import AgreementStatus, Validation, differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.source import fix_inputs

@@ -12,13 +12,13 @@ import pytest
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.comparison.measures import OutputFacts
-from hatch_epcontext.worker.comparison.reference import (
+from hatch_epcontext.worker.comparison.runs import Facts
+from hatch_epcontext.worker.noise import within_noise
+from hatch_epcontext.worker.reference import (
     reference,
     source_reference,
-    within_noise,
     write_float_form,
 )
-from hatch_epcontext.worker.comparison.runs import Facts
 from tests.conftest import newer_runtime
 from tests.graph.test_dequantize import quantized, recurrent
 from tests.models import network, parsed, save
