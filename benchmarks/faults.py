@@ -31,11 +31,11 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
+from hatch_epcontext.worker.advice import Subject, explain, problems_of
+from hatch_epcontext.worker.comparison.compare import compare_runs
 from hatch_epcontext.worker.comparison.runs import Reference
 from hatch_epcontext.worker.ort_values import run
 from hatch_epcontext.worker.reference import reference
-from hatch_epcontext.worker.results import differences
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.source import fix_inputs, read_source
 
@@ -201,9 +201,10 @@ def judged(faulty: onnx.ModelProto, expected: Reference, model: Model) -> dict[s
     verdicts = {}
     for name in JUDGES:
         tolerance, subject = PROVIDERS[name].tolerance, Subject(model, "the model")
-        result = compare_runs(session, expected, tolerance, subject, runs=runs)
-        messages = [problem.message for problem in differences(result.agreements)]
-        verdicts[name] = messages[0] if messages else ""
+        verdicts[name] = ""
+        if difference := compare_runs(session, expected, tolerance, runs).difference:
+            explained = explain(difference, tolerance, subject, expected.facts)
+            verdicts[name] = problems_of(explained)[0].message
     return verdicts
 
 

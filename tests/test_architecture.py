@@ -57,6 +57,13 @@ BORDER = {
 They import no other ones of ``worker`` and ``graph``, not even in functions: nothing there needs onnx.
 """
 
+COMPARISON = {
+    "graph",
+    "providers",
+    *(f"worker.{name}" for name in ("comparison", "ort_values", "results", "samples", "session")),
+}
+"""What a comparison imports: graphs, limits, what runs samples; no configuration, problems or progress."""
+
 RULE = (
     "Data goes one way: pyproject -> Config -> Plan -> artifacts -> model package -> wheel. A part "
     "imports only parts of its own layer or below, so that a reader can understand the lower parts "
@@ -136,6 +143,21 @@ def test_workers_are_started_and_never_imported() -> None:
         "A vendor's compiler may crash or hang: what workers do happens in their own processes. "
         "Send a request through jobs.processes."
     )
+
+
+def test_a_comparison_knows_arrays_and_limits_and_no_configuration() -> None:
+    outside = {
+        name_of(module): others
+        for module in (PACKAGE / "worker" / "comparison").glob("*.py")
+        if (others := {name for name in imported(module) if not _may_be_compared_with(name)})
+    }
+    assert not outside, f"{outside}. Actions take from a Model what is compared, and write advice."
+
+
+def _may_be_compared_with(name: str) -> bool:
+    _, *parts = name.split(".")
+    is_own = name.startswith("hatch_epcontext.")
+    return not is_own or bool({parts[0], ".".join(parts[:2])} & COMPARISON)
 
 
 def test_no_modules_import_each_other() -> None:

@@ -20,14 +20,11 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.external import load_whole, save_whole
 from hatch_epcontext.providers import QUANTIZED, Tolerance
-from hatch_epcontext.worker.comparison.compare import refuse_differences
-from hatch_epcontext.worker.comparison.runs import (
-    Facts,
-    Reference,
-    ReferenceRun,
-)
+from hatch_epcontext.worker.advice import Explained, refuse
+from hatch_epcontext.worker.comparison.measures import GAIN
+from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.results import GAIN, Agreement, AgreementStatus
+from hatch_epcontext.worker.results import Agreement, AgreementStatus
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 
 _ROUNDING = 2.0**-20
@@ -122,10 +119,10 @@ def compared(session: ort.InferenceSession, expected: Reference) -> Iterator[Agr
     """
     facts = expected.facts
     for run in (run for run in expected.runs if run.on_target):
-        steps = expected.compare_run(session, run, _NO_LIMITS, "the source model on the CPU")
+        steps = expected.compare_run(session, run, _NO_LIMITS)
         for agreement in itertools.chain.from_iterable(steps):
             if agreement.status is AgreementStatus.OTHER_SHAPE:
-                refuse_differences([agreement])
+                refuse([Explained(agreement)])
             own = facts.of(agreement.output)
             if not own.is_random and not own.inconclusive:
                 yield agreement

@@ -69,8 +69,6 @@ _SAME = 1e-3
 _SMALLER = 2.0**-4
 """The factor of a sample that is smaller than another one: exact, and no index becomes too large."""
 
-_SOURCE = "the source model on the CPU"
-
 
 def reference(
     model: Model,
@@ -102,6 +100,7 @@ def reference(
         names = [value.name for value in fixed.graph.output]
         for most in (MANY,) if emulated else (SOME, MANY):
             feeds = samples(inputs, model, ranges, cost, states, most)
+            step("running the source model on the CPU")
             runs = run_samples(cpu.run, feeds, model)
             if all(tells(name, runs) for name in names):
                 break
@@ -164,7 +163,7 @@ class _SourceSession:
     def run(self, sample: Sample) -> ReferenceRun:
         """The run of ``sample``."""
         feeds = ({**arrays, **self.frozen} for arrays in sample.steps)
-        steps = [*run_steps(self.session, feeds, self.states, _SOURCE)]
+        steps = [*run_steps(self.session, feeds, self.states)]
         outputs = frozenset(value.name for value in self.source.graph.output)
         return ReferenceRun(
             sample.name,
@@ -391,6 +390,7 @@ def source_reference(
     expected = reference(model, form, floats, folded, emulated=emulated)
     with running_source(model, fixed):
         session = open_session(path, cpu_options())
+        step("running the source model on the CPU")
         integers = [*compared(session, for_other_numbers(expected))]
     equal = Agreement("", 0.0, 1.0)
     nearest = min(

@@ -6,25 +6,16 @@ Paths are absolute. Shapes are lists of sizes; an open dimension is its name, or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from collections.abc import Mapping
+from dataclasses import field
 from enum import Enum
 from typing import Literal
 
-from hatch_epcontext.errors import Kind, Problem, Setting
+from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import NodeFacts, TensorFacts
-from hatch_epcontext.text import aligned, count
 
 Simplifier = Literal["onnxruntime", "onnxslim", "none"]
-
-SIMPLIFIERS: tuple[Simplifier, ...] = ("onnxruntime", "onnxslim", "none")
-"""The libraries that simplify a graph, in the order in which they are tried.
-
-ONNX Runtime is the most reliable: of the 1441 of ONNX's own test models that ONNX Runtime 1.31 can
-run, its basic optimizations broke none, and onnxslim 0.1 about a hundred. But it crashes on some
-models with constant conditions, which onnxslim simplifies.
-"""
 
 
 @dataclass(frozen=True)
@@ -113,14 +104,6 @@ class Slice:
         return f"[{', '.join(axes)}]"
 
 
-SENSITIVE = 10.0
-"""A run or emulation with a smaller margin in decibels shows that other inputs may exceed the limit: float16
-errors differ by as much between inputs."""
-
-GAIN = 6.0
-"""Decibels of half of the error: what a change must gain to be worth its cost, and what rounding may cost."""
-
-
 FEW_SAMPLES = 8
 """The number of samples for models whose runs are expensive."""
 
@@ -147,15 +130,7 @@ class AgreementStatus(Enum):
     """It has another shape than the reference."""
 
 
-_DIFFERENCES = {
-    AgreementStatus.DIFFERS: Kind.OUTPUT_DIFFERS,
-    AgreementStatus.NOT_FINITE: Kind.NOT_FINITE,
-    AgreementStatus.OTHER_SHAPE: Kind.OUTPUT_SHAPE,
-}
-
-
-_ROWS = 5
-"""The most rows of a table in a message."""
+_DIFFERENCES = (AgreementStatus.DIFFERS, AgreementStatus.NOT_FINITE, AgreementStatus.OTHER_SHAPE)
 
 
 @dataclass(frozen=True)
@@ -176,8 +151,7 @@ class Agreement:
     ``snr``: the signal-to-noise ratio in decibels; ``worst_snr``: that of the ``worst`` slice. They are None
     for equal outputs, and so is ``margin``.
     ``reason``: why the status is not ``AGREES``, and which inputs to give; of a difference from what, where.
-    ``excesses``: the limits that a difference is beyond; ``cause``: a sentence about it, and ``hint`` and
-    ``settings`` say what to do.
+    ``excesses``: the limits that a difference is beyond.
     ``margin``: the decibels by which the ratios are above their limits, negative if one is below.
     ``gap``: the decibels by which a run was worse than the emulation of the same sample; None if there is
     none, or if that is equal to the source.
@@ -194,9 +168,6 @@ class Agreement:
     margin: float | None = None
     gap: float | None = None
     excesses: tuple[Excess, ...] = ()
-    cause: str = ""
-    hint: str | None = None
-    settings: tuple[Setting, ...] = ()
 
     @property
     def excess(self) -> str:
@@ -221,89 +192,6 @@ class Agreement:
         return min(limit + self.above, math.inf if self.snr is None else self.snr)
 
 
-def differences(agreements: Iterable[Agreement]) -> tuple[Problem, ...]:
-    """The problems of the ``agreements`` that differ: one of all that are beyond limits, the worst first."""
-    wrong = [agreement for agreement in agreements if agreement.differs]
-    beyond = [agreement for agreement in wrong if agreement.status is AgreementStatus.DIFFERS]
-    problems = [
-        Problem(
-            _DIFFERENCES[agreement.status],
-            "",
-            "\n".join(filter(None, (agreement.reason, agreement.cause))),
-        )
-        for agreement in wrong
-        if agreement not in beyond
-    ]
-    if beyond:
-        problems.insert(0, _beyond_limits(sorted(beyond, key=lambda agreement: agreement.above)))
-    return tuple(problems)
-
-
-def _beyond_limits(agreements: Sequence[Agreement]) -> Problem:
-    first, more = agreements[0], len(agreements) - 1
-    others = (
-        f", and so {'does' if more == 1 else 'do'} {count(more, 'other output')}" if more else ""
-    )
-    rows = [
-        (agreement.output, excess.measure, excess.value, excess.limit)
-        for agreement in agreements
-        for excess in agreement.excesses
-    ]
-    table = [f"  {line}" for line in aligned(rows[:_ROWS])]
-    if len(rows) > _ROWS:
-        table.append(f"  and {len(rows) - _ROWS} more")
-    causes = [agreement.cause for agreement in agreements if agreement.cause]
-    lines = [
-        f"the output {first.output!r} {first.reason or 'differs'}{others}:",
-        *table,
-        *causes[:1],
-    ]
-    limits = [
-        s.value["outputs"] for a in agreements for s in a.settings if isinstance(s.value, dict)
-    ]
-    all_limits = {name: limit for outputs in limits for name, limit in outputs.items()}
-    settings = (
-        replace(setting, value={"outputs": all_limits})
-        if isinstance(setting.value, dict)
-        else setting
-        for setting in first.settings
-    )
-    kind = _DIFFERENCES[first.status]
-    return Problem(kind, "", "\n".join(lines), first.hint, settings=tuple(settings))
-
-
-def worst_agreements(agreements: Iterable[Agreement]) -> tuple[Agreement, ...]:
-    """The worst of the ``agreements`` of each output."""
-    worst: dict[str, Agreement] = {}
-    for agreement in agreements:
-        other = worst.get(agreement.output)
-        worst[agreement.output] = _worst_of(other, agreement) if other else agreement
-    return tuple(worst.values())
-
-
-def _worst_of(one: Agreement, other: Agreement) -> Agreement:
-    """The worst of two agreements of the same output."""
-    by_slice = one, other
-    if one.worst_snr is None or (other.worst_snr is not None and other.worst_snr < one.worst_snr):
-        by_slice = other, one
-    gaps = [gap for gap in (one.gap, other.gap) if gap is not None]
-    statuses = (one, other) if one.status is not AgreementStatus.AGREES else (other, one)
-    return replace(
-        statuses[0],
-        max_abs=max(one.max_abs, other.max_abs),
-        cosine=_least(one.cosine, other.cosine),
-        snr=_least(one.snr, other.snr),
-        margin=_least(one.margin, other.margin),
-        worst=by_slice[0].worst,
-        worst_snr=by_slice[0].worst_snr,
-        gap=max(gaps, default=None),
-    )
-
-
-def _least(one: float | None, other: float | None) -> float | None:
-    return min((number for number in (one, other) if number is not None), default=None)
-
-
 @dataclass(frozen=True)
 class Answer:
     """How near a compiled language model's answer to ``prompt`` tokens is to the CPU's.
@@ -323,7 +211,7 @@ class Emulation:
     that was not possible. For samples that the target ran, its results count.
 
     ``seen``: where the format was measured, empty if nowhere. ``nearest``: the agreement of the output
-    nearest to the limits for the worst sample, with a margin that is `SENSITIVE` larger
+    nearest to the limits for the worst sample, with a margin that is larger
     for samples that an app may never have.
     ``reason``: why the model is sensitive to the format, and the node; None if it is not. ``inexact``: the
     operators whose kernels are less exact than the format. ``in_format``: whether the format itself makes the
@@ -371,7 +259,8 @@ class Validation:
 
     ``reason``: why it was not run as the app will run it, or was not compared.
     ``samples``: the names of the inputs that were compared; ``synthetic`` if they were generated.
-    ``warnings``: disagreements for inputs that the app may never have.
+    ``problems``: those of the outputs that differ; ``warnings``: disagreements for inputs that the app may
+    never have.
     ``emulation``: what the EP's number format makes of the model; None if an output differs.
     ``float_form``: how near the integers of the source on the CPU are to its float form, if the comparison
     was with that.
@@ -383,6 +272,7 @@ class Validation:
     reason: str | None = None
     samples: tuple[str, ...] = ()
     synthetic: bool = True
+    problems: tuple[Problem, ...] = ()
     warnings: tuple[str, ...] = ()
     emulation: Emulation | None = None
     float_form: Agreement | None = None
@@ -402,11 +292,6 @@ class Validation:
     def sensitive(self) -> bool:
         """Whether other inputs may disagree."""
         return any(a.status is AgreementStatus.SENSITIVE for a in self.agreements)
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """The problems of the outputs that differ."""
-        return differences(self.agreements)
 
     @property
     def differs(self) -> bool:

@@ -89,8 +89,9 @@ AGREES = Validation(ValidationStatus.RAN, (agreement(AgreementStatus.AGREES),))
 
 
 def wrong(margin: float | None = None, gap: float | None = None) -> Validation:
-    found = agreement(AgreementStatus.DIFFERS, margin, "differs from the CPU's")
-    return Validation(ValidationStatus.RAN, (replace(found, gap=gap),))
+    found = replace(agreement(AgreementStatus.DIFFERS, margin, "differs from the CPU's"), gap=gap)
+    problem = Problem(Kind.OUTPUT_DIFFERS, "", "the output 'y' differs from the CPU's:")
+    return Validation(ValidationStatus.RAN, (found,), problems=(problem,))
 
 
 def sensitive(margin: float, gap: float = 12, samples: int = 9) -> Validation:

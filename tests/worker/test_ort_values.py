@@ -9,10 +9,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from hatch_epcontext.errors import Kind
 from hatch_epcontext.graph.dtypes import numpy_dtype
 from hatch_epcontext.worker.ort_values import not_finite, run
-from hatch_epcontext.worker.results import differences
+from hatch_epcontext.worker.results import AgreementStatus
 from tests.models import value
 
 _INTEGERS = [0, 1, -2, 3, -1]
@@ -89,8 +88,8 @@ def test_strings_are_fed_and_read() -> None:
 def test_nan_is_found_in_every_float_dtype() -> None:
     for dtype in (np.float16, np.float64, ml_dtypes.bfloat16):
         bad = np.array([np.nan, 1], dtype)
-        (problem,) = differences(not_finite({"y": bad}, {}))
-        assert problem.kind is Kind.NOT_FINITE
-        assert "has NaN or Inf in 1 of 2 places" in problem.message
+        (agreement,) = not_finite({"y": bad}, {})
+        assert agreement.status is AgreementStatus.NOT_FINITE
+        assert "has NaN or Inf in 1 of 2 places" in (agreement.reason or "")
         assert not not_finite({"y": bad}, {"y": bad})
     assert not not_finite({"i": np.array([1]), "s": np.array(["nan"], object)}, {})

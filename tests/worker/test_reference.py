@@ -16,7 +16,8 @@ from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
+from hatch_epcontext.worker.advice import Subject, explain, warning
+from hatch_epcontext.worker.comparison.compare import Comparison, compare_runs
 from hatch_epcontext.worker.comparison.runs import (
     Facts,
     Reference,
@@ -25,7 +26,7 @@ from hatch_epcontext.worker.comparison.runs import (
     write_reference,
 )
 from hatch_epcontext.worker.reference import reference
-from hatch_epcontext.worker.results import AgreementStatus, Validation, differences
+from hatch_epcontext.worker.results import AgreementStatus
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.source import fix_inputs
 from tests.models import parsed, save
@@ -41,10 +42,10 @@ def referred(made: onnx.ModelProto, folder: Path, **settings: Any) -> tuple[Mode
     return spec, reference(spec, made)
 
 
-def check(changed: onnx.ModelProto, spec: Model, expected: Reference, folder: Path) -> Validation:
+def check(changed: onnx.ModelProto, expected: Reference, folder: Path) -> Comparison:
     """Compare ``changed``, run on the CPU, with the reference."""
     session = open_session(save(changed, folder / "changed.onnx"), cpu_options())
-    return compare_runs(session, expected, HALF, Subject(spec, "the changed model"))
+    return compare_runs(session, expected, HALF)
 
 
 def table(size: int = 100, *, named: str = "ids") -> onnx.ModelProto:
@@ -76,11 +77,11 @@ def test_a_disagreement_on_large_floats_that_nothing_bounds_is_a_warning(tmp_pat
     spec, expected = referred(made, tmp_path)
     session = open_session(save(clipped(made, 65504), tmp_path / "changed.onnx"), cpu_options())
     runs = [each for each in expected.runs if each.name in ("random", "random at 8")]
-    found = compare_runs(session, expected, HALF, Subject(spec, "the model"), runs=runs)
+    found = compare_runs(session, expected, HALF, runs)
     assert found.agreements[0].status is AgreementStatus.AGREES
-    assert len(found.warnings) == 1
-    assert found.warnings[0].startswith("the output 'y' differs from the CPU's for the sample ")
-    assert found.warnings[0].endswith("if the app can have such inputs.")
+    (text,) = (warning(difference, Subject(spec)) for difference in found.unusual)
+    assert text.startswith("the output 'y' differs from the CPU's for the sample ")
+    assert text.endswith("if the app can have such inputs.")
 
 
 def test_integers_that_nothing_bounds_are_bytes(tmp_path: Path) -> None:
@@ -126,11 +127,12 @@ def test_given_samples_are_all_run_and_eight_of_them_on_the_target(tmp_path: Pat
     for index in range(10):
         np.savez(tmp_path / "samples" / f"{index}.npz", x=np.full((1, 3), index, np.float32))
     given = ValidateTable(inputs=str(tmp_path / "samples"))
-    spec, expected = referred(made, tmp_path, validate=given)
+    _, expected = referred(made, tmp_path, validate=given)
     assert [run.name for run in expected.runs] == [str(index) for index in range(10)]
     assert [run.on_target for run in expected.runs] == [True] * 8 + [False] * 2
-    (agreement,) = check(clipped(made, 6.0), spec, expected, tmp_path).agreements
-    assert "for the sample '7'" in (agreement.reason or "")
+    difference = check(clipped(made, 6.0), expected, tmp_path).difference
+    assert difference is not None
+    assert difference.run.name == "7"
 
 
 def test_given_steps_are_run_with_the_states_of_the_model(tmp_path: Path) -> None:
@@ -167,11 +169,13 @@ def test_errors_that_grow_from_step_to_step_are_found(tmp_path: Path) -> None:
     spec, expected = referred(
         counter(2.0), tmp_path, validate=ValidateTable(states={"state": "next"})
     )
-    problems = differences(check(counter(2.1), spec, expected, tmp_path).agreements)
-    assert re.search(r"in step \d+ of .*, with its own states", problems[0].message)
+    difference = check(counter(2.1), expected, tmp_path).difference
+    assert difference is not None
+    (item,) = explain(difference, HALF, Subject(spec), expected.facts)
+    assert re.search(r"in step \d+ of .*, with its own states", item.agreement.reason or "")
     spec, alone = referred(counter(2.0), tmp_path)
     assert not any(len(run.steps) > 1 for run in alone.runs)
-    assert not differences(check(counter(2.1), spec, alone, tmp_path).agreements)
+    assert check(counter(2.1), alone, tmp_path).difference is None
 
 
 def test_what_depends_on_chance_is_not_compared(tmp_path: Path) -> None:
@@ -179,9 +183,9 @@ def test_what_depends_on_chance_is_not_compared(tmp_path: Path) -> None:
             noise = RandomNormalLike (x)
             y = Add (x, noise)
             z = Relu (x) }""")
-    spec, expected = referred(made, tmp_path)
+    _, expected = referred(made, tmp_path)
     assert expected.facts.of("y").is_random
-    statuses = {a.output: a.status for a in check(made, spec, expected, tmp_path).agreements}
+    statuses = {a.output: a.status for a in check(made, expected, tmp_path).agreements}
     assert statuses == {"y": AgreementStatus.RANDOM, "z": AgreementStatus.AGREES}
 
 
@@ -197,9 +201,9 @@ def test_a_reference_that_proves_nothing_is_inconclusive(
     tmp_path: Path, nodes: str, reason: str | None
 ) -> None:
     made = parsed(f"(float[1, 10] x) => (float[1, 10] y) <float zero = {{0}}> {{ {nodes} }}")
-    spec, expected = referred(made, tmp_path)
+    _, expected = referred(made, tmp_path)
     assert expected.facts.of("y").inconclusive == (reason or "")
-    (agreement,) = check(made, spec, expected, tmp_path).agreements
+    (agreement,) = check(made, expected, tmp_path).agreements
     assert agreement.reason == reason
     wanted = AgreementStatus.AGREES if reason is None else AgreementStatus.INCONCLUSIVE
     assert agreement.status is wanted
@@ -210,13 +214,13 @@ def test_a_sample_in_which_an_output_has_several_values_is_run_on_the_target(
 ) -> None:
     text = "(float[1, 10] x) => (bool[1, 10] y) { y = Greater (x, limit) }"
     made = parsed(text, limit=np.linspace(4, 5, 10, dtype=np.float32))
-    spec, expected = referred(made, tmp_path)
+    _, expected = referred(made, tmp_path)
     assert not any(output.inconclusive for output in expected.facts.outputs.values())
     chosen = [each.name for each in expected.runs if each.on_target]
     assert chosen[0] == "random"
     assert len(chosen) == 5
     wrong = parsed(text, limit=np.full(10, 100, np.float32))
-    assert check(wrong, spec, expected, tmp_path).warnings
+    assert check(wrong, expected, tmp_path).unusual
 
 
 def test_the_first_sample_is_one_in_which_scores_say_something(tmp_path: Path) -> None:

@@ -16,12 +16,8 @@ from hatch_epcontext.graph.dequantize import is_static
 from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.comparison.compare import (
-    Subject,
-    compare_runs,
-    refuse_form,
-    simplified_tolerance,
-)
+from hatch_epcontext.worker.advice import Subject, refuse_form, simplified_tolerance
+from hatch_epcontext.worker.comparison.compare import compare_runs
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     for_other_numbers,
@@ -149,8 +145,8 @@ def _compare(
     name = "the source model's" if expected.facts.float_form is None else "its float form's"
     name += f" before it was {done}" if done else ""
     subject = Subject(model, "the prepared model on the CPU", name)
-    compared = compare_runs(session, expected, tolerance, subject)
-    if compared.differs:
+    step(f"running {subject.what}")
+    if compare_runs(session, expected, tolerance).difference is not None:
         if done is None:
             tolerance = within_noise(tolerance, with_jitter(form, expected).facts)
         refuse_form(session, expected, tolerance, subject)

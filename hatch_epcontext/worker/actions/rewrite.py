@@ -22,12 +22,9 @@ from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
 from hatch_epcontext.graph.rewriting import Rewrite, apply
 from hatch_epcontext.graph.scope import Types
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import (
-    SIMPLIFIED,
-    Subject,
-    compare_runs,
-    refuse_differences,
-)
+from hatch_epcontext.worker.advice import SIMPLIFIED, Subject, explain, refuse
+from hatch_epcontext.worker.comparison.compare import compare_runs
+from hatch_epcontext.worker.comparison.measures import GAIN
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     ReferenceRun,
@@ -39,7 +36,7 @@ from hatch_epcontext.worker.optimizing import load_named, optimize
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest
-from hatch_epcontext.worker.results import GAIN, NOTHING
+from hatch_epcontext.worker.results import NOTHING
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.source import data_of
 
@@ -239,9 +236,12 @@ class _RewriteSession:
         """The smallest margin of an output in decibels; raises BuildError if one differs."""
         what = "the rewritten model on the CPU"
         subject = Subject(self.request.model, what, "the source model's")
-        agreements = compare_runs(session, expected, tolerance, subject, runs=runs).agreements
-        refuse_differences(agreements)
-        return min((a.margin for a in agreements if a.margin is not None), default=math.inf)
+        step(f"running {what}")
+        compared = compare_runs(session, expected, tolerance, runs)
+        if difference := compared.difference:
+            refuse(explain(difference, tolerance, subject, expected.facts))
+        margins = (a.margin for a in compared.agreements if a.margin is not None)
+        return min(margins, default=math.inf)
 
     def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
         """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""

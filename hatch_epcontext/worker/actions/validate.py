@@ -22,22 +22,21 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
-from hatch_epcontext.worker.comparison.emulation import Emulator
-from hatch_epcontext.worker.comparison.runs import (
-    Reference,
-    for_other_numbers,
-    read_reference,
-    run_model,
-)
+from hatch_epcontext.worker.advice import Explained, Subject, explain, problems_of, warning
+from hatch_epcontext.worker.comparison.compare import compare_runs
+from hatch_epcontext.worker.comparison.diverging import Divergence
+from hatch_epcontext.worker.comparison.effect import cause_of, effect
+from hatch_epcontext.worker.comparison.emulation import FormattedModel, emulate
+from hatch_epcontext.worker.comparison.levels import Levels, choose
+from hatch_epcontext.worker.comparison.measures import SENSITIVE
+from hatch_epcontext.worker.comparison.runs import Reference, for_other_numbers, read_reference
 from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.inputs import constant, dummy_inputs
 from hatch_epcontext.worker.noise import within_noise
-from hatch_epcontext.worker.ort_values import not_finite
+from hatch_epcontext.worker.ort_values import not_finite, run
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.results import (
-    SENSITIVE,
     Agreement,
     AgreementStatus,
     Emulation,
@@ -45,12 +44,7 @@ from hatch_epcontext.worker.results import (
     Validation,
     ValidationStatus,
 )
-from hatch_epcontext.worker.session import (
-    context_options,
-    cpu_options,
-    incompatible,
-    open_session,
-)
+from hatch_epcontext.worker.session import context_options, cpu_options, incompatible, open_session
 
 
 def handle(request: ValidateRequest) -> Validated:
@@ -95,8 +89,10 @@ def handle(request: ValidateRequest) -> Validated:
             session = open_with_reads(path, rest, make_options())
         compared = _compare(request, session, expected, validation)
         return Validated(compared, expected.facts.batch, load, day)
-    outputs = run_model(session, expected, "the compiled model")
-    return Validated(replace(validation, agreements=tuple(not_finite(outputs, {}))), {}, load, day)
+    step("running the compiled model")
+    gaps = tuple(not_finite(run(session, expected), {}))
+    problems = problems_of([*map(Explained, gaps)])
+    return Validated(replace(validation, agreements=gaps, problems=problems), {}, load, day)
 
 
 def _compare(
@@ -106,49 +102,57 @@ def _compare(
     validation: Validation,
 ) -> Validation:
     """``validation`` with how near ``session`` is to the reference."""
-    model, settings = request.model, request.target.settings
+    model = request.model
     assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
     tolerance = within_noise(request.tolerance, expected.facts)
-    emulator = _emulator(request, expected, tolerance)
-    if settings.changes_precision:
+    divergence, emulated = _emulate(request, expected, tolerance) or (None, None)
+    if request.target.settings.changes_precision:
         expected = for_other_numbers(expected)
-    float_form = expected.facts.float_form
-    subject = Subject(
-        model,
-        reference="the CPU's" if float_form is None else "its float form's",
-    )
-    runs = emulator.to_run() if emulator else None
-    compared = compare_runs(session, expected, tolerance, subject, runs=runs, emulator=emulator)
+    float_form, runs = expected.facts.float_form, None
+    subject = Subject(model, reference="the CPU's" if float_form is None else "its float form's")
+    # Inputs that the app has count more than inputs that may be worse.
+    if divergence and emulated and model.validate.inputs in SYNTHETIC:
+        runs = choose(emulated, is_optimistic=divergence.model.optimistic is not None)
+    step(f"running {subject.what}")
+    compared = compare_runs(session, expected, tolerance, runs, emulated)
     validation = replace(
         validation,
         agreements=compared.agreements,
         samples=compared.samples,
-        warnings=compared.warnings,
+        warnings=tuple(warning(difference, subject) for difference in compared.unusual),
         float_form=float_form,
     )
-    if validation.differs:
-        return validation
-    emulation = None
-    if emulator is not None:
-        emulation = emulator.result()
+    if divergence:
+        step("looking for the first node that differs")
+    if (difference := compared.difference) is not None:
+        cause = ""
+        if divergence and emulated:
+            cause = cause_of(divergence, emulated.of(difference.run), difference.margin)
+        explained = explain(difference, tolerance, subject, expected.facts, cause)
+        differing = {item.agreement.output: item.agreement for item in explained}
+        agreements = tuple(differing.get(a.output, a) for a in compared.agreements)
+        return replace(validation, agreements=agreements, problems=problems_of(explained))
+    if divergence and emulated:
+        emulation = effect(divergence, emulated, emulated.corrected(compared.levels))
     elif (format_ := _format(request)) is not None:
         emulation = Emulation(format_.name, format_.seen)
-    if emulation is None:
+    else:
         return validation
-    judged = tuple(_judged(agreement, emulation, emulator) for agreement in compared.agreements)
+    optimistic = divergence.model.optimistic if divergence else None
+    judged = tuple(_judged(agreement, emulation, optimistic) for agreement in compared.agreements)
     return replace(validation, agreements=judged, emulation=emulation)
 
 
-def _judged(agreement: Agreement, emulation: Emulation, emulator: Emulator | None) -> Agreement:
+def _judged(agreement: Agreement, emulation: Emulation, optimistic: str | None) -> Agreement:
     """``agreement``, or a sensitive one if other inputs may disagree because of the EP's number format."""
     if agreement.status is not AgreementStatus.AGREES:
         return agreement
     reason = emulation.reason if emulation.seen else None
     if agreement.margin is not None and agreement.margin < SENSITIVE:
         reason = reason or f"it is only {agreement.margin:.0f} dB above its limit"
-        if emulator is not None and emulator.optimistic:
-            reason = f"{reason}, perhaps because of {emulator.optimistic}"
+        if optimistic:
+            reason = f"{reason}, perhaps because of {optimistic}"
     if reason is None:
         return agreement
     return replace(agreement, status=AgreementStatus.SENSITIVE, reason=reason)
@@ -162,27 +166,25 @@ def _format(request: ValidateRequest) -> NumberFormat | None:
     return provider.number_format(settings.device, settings.provider_options)
 
 
-def _emulator(
+def _emulate(
     request: ValidateRequest, expected: Reference, tolerance: Tolerance
-) -> Emulator | None:
-    """The emulator of the target's number format; None if the model cannot be emulated."""
+) -> tuple[Divergence, Levels] | None:
+    """The model in the target's number format, and how near that is; None if it cannot be emulated."""
     format_ = _format(request)
     if format_ is None or request.prepared is None:
         return None
     coverage = request.context.coverage
     skipped = frozenset(node.name for node in coverage.uncovered) if coverage else frozenset()
-    prepared = Path(request.prepared)
-    emulator = Emulator(request.model, prepared, format_, expected, tolerance, skipped)
-    if not emulator.is_possible:
-        return None
+    step(f"emulating {format_.name} on the CPU")
     try:
-        emulator.emulate()
+        if model := FormattedModel.load(Path(request.prepared), format_, skipped):
+            return Divergence(model, expected), emulate(model, expected, tolerance)
     except ModelError:
         raise
     except Exception:
         # ONNX Runtime raises many types for graphs that it cannot open without optimizing them.
         return None
-    return emulator
+    return None
 
 
 def _reference(request: ValidateRequest) -> Reference | Arrays:

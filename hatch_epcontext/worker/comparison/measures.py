@@ -14,7 +14,7 @@ too. An output that joins scores with other values is compared as two: its score
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
@@ -24,15 +24,7 @@ from numpy.typing import NDArray
 
 from hatch_epcontext.graph.dtypes import STRING, Array, Numbers, is_float
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.results import (
-    GAIN,
-    NOTHING,
-    Agreement,
-    AgreementStatus,
-    Excess,
-    Slice,
-    worst_agreements,
-)
+from hatch_epcontext.worker.results import NOTHING, Agreement, AgreementStatus, Excess, Slice
 
 Nature = Literal["any", "unit", "probabilities", "indices"]
 """The nature of an output's values: any; between -1 and 1 (after a Sigmoid); probabilities that add up to 1
@@ -74,6 +66,12 @@ _NOISE = 0.5
 TINY = 1e-30
 """The signal of zeros."""
 
+SENSITIVE = 10.0
+"""A run or emulation with a smaller margin in decibels shows that other inputs may exceed the limit: float16
+errors differ by as much between inputs."""
+
+GAIN = 6.0
+"""Decibels of half of the error: what rounding may cost."""
 
 _Axes = tuple[int, ...] | None
 
@@ -453,3 +451,35 @@ def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:
     out, ref = np.clip(out, -ends, ends), np.clip(ref, -ends, ends)
     known &= np.isfinite(out)
     return np.where(known, out, 0.0), np.where(known, ref, 0.0)
+
+
+def worst_agreements(agreements: Iterable[Agreement]) -> tuple[Agreement, ...]:
+    """The worst of the ``agreements`` of each output."""
+    worst: dict[str, Agreement] = {}
+    for agreement in agreements:
+        other = worst.get(agreement.output)
+        worst[agreement.output] = _worst_of(other, agreement) if other else agreement
+    return tuple(worst.values())
+
+
+def _worst_of(one: Agreement, other: Agreement) -> Agreement:
+    """The worst of two agreements of the same output."""
+    by_slice = one, other
+    if one.worst_snr is None or (other.worst_snr is not None and other.worst_snr < one.worst_snr):
+        by_slice = other, one
+    gaps = [gap for gap in (one.gap, other.gap) if gap is not None]
+    statuses = (one, other) if one.status is not AgreementStatus.AGREES else (other, one)
+    return replace(
+        statuses[0],
+        max_abs=max(one.max_abs, other.max_abs),
+        cosine=_least(one.cosine, other.cosine),
+        snr=_least(one.snr, other.snr),
+        margin=_least(one.margin, other.margin),
+        worst=by_slice[0].worst,
+        worst_snr=by_slice[0].worst_snr,
+        gap=max(gaps, default=None),
+    )
+
+
+def _least(one: float | None, other: float | None) -> float | None:
+    return min((number for number in (one, other) if number is not None), default=None)

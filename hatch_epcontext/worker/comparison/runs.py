@@ -16,14 +16,9 @@ from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.graph.selections import Selections
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.measures import (
-    Elsewhere,
-    OutputFacts,
-    compare_values,
-)
+from hatch_epcontext.worker.comparison.measures import Elsewhere, OutputFacts, compare_values
 from hatch_epcontext.worker.comparison.selections import align
 from hatch_epcontext.worker.ort_values import not_finite, run
-from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement, AgreementStatus
 from hatch_epcontext.worker.samples import Sample
 
@@ -88,10 +83,10 @@ class Reference:
         return self._elsewhere[output]
 
     def compare_run(
-        self, session: ort.InferenceSession, run: ReferenceRun, limits: Tolerance, what: str
+        self, session: ort.InferenceSession, run: ReferenceRun, limits: Tolerance
     ) -> Iterator[list[Agreement]]:
-        """Run ``session``, of the form ``what`` of a model, on the steps of ``run``, and compare each."""
-        for number, outputs in enumerate(run_steps(session, run.steps, self.facts.states, what)):
+        """Run ``session`` on the steps of ``run``, and compare each."""
+        for number, outputs in enumerate(run_steps(session, run.steps, self.facts.states)):
             yield self.compare(run, number, outputs, limits)
 
     def compare(
@@ -183,23 +178,14 @@ def finite(array: Array) -> Array:
 
 
 def run_steps(
-    session: ort.InferenceSession,
-    feeds: Iterable[Arrays],
-    states: Mapping[str, str],
-    what: str,
+    session: ort.InferenceSession, feeds: Iterable[Arrays], states: Mapping[str, str]
 ) -> Iterator[dict[str, Array]]:
     """Yield the outputs of each step of ``session``, with its own ``states``."""
     outputs: dict[str, Array] = {}
     for arrays in feeds:
         own = {first: outputs[last] for first, last in states.items() if last in outputs}
-        outputs = run_model(session, {**arrays, **own}, what)
+        outputs = run(session, {**arrays, **own})
         yield outputs
-
-
-def run_model(session: ort.InferenceSession, feeds: Arrays, what: str) -> dict[str, Array]:
-    """Return the outputs of ``session``; messages about a worker that is stopped call its model ``what``."""
-    step(f"running {what}")
-    return run(session, feeds)
 
 
 def for_other_numbers(expected: Reference) -> Reference:

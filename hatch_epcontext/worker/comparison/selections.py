@@ -22,11 +22,7 @@ from numpy.typing import NDArray
 from hatch_epcontext.graph.dtypes import Array, Arrays, Numbers
 from hatch_epcontext.graph.selections import Choice, Rest, Selections, with_reads
 from hatch_epcontext.worker.comparison.measures import MANY, TINY, Aligned
-from hatch_epcontext.worker.comparison.rows import (
-    LOST,
-    Rows,
-    floor_of,
-)
+from hatch_epcontext.worker.comparison.rows import LOST, Rows, floor_of
 from hatch_epcontext.worker.ort_values import run
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 
@@ -103,10 +99,7 @@ def align(
 
 
 def _compare_rows(
-    rows: Rows,
-    outputs: Arrays,
-    expected: Arrays,
-    candidates: Arrays,
+    rows: Rows, outputs: Arrays, expected: Arrays, candidates: Arrays
 ) -> tuple[Numbers, Numbers]:
     """The values to compare the rows of ``outputs`` with, and their noise."""
     score = next(number for number, span in enumerate(rows.columns) if span.is_score)

@@ -14,9 +14,10 @@ from hatch_epcontext.errors import BuildError, Key, ModelError
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.facts import Range
+from hatch_epcontext.jobs.search import SIMPLIFIERS
 from hatch_epcontext.worker.actions.prepare import handle
 from hatch_epcontext.worker.requests import Prepared, PrepareRequest
-from hatch_epcontext.worker.results import SIMPLIFIERS, Simplifier
+from hatch_epcontext.worker.results import Simplifier
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import (
     network,

@@ -13,10 +13,14 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.graph.number_format import FLOAT16, Fault, NumberFormat
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import Subject, compare_runs
-from hatch_epcontext.worker.comparison.emulation import Emulator
+from hatch_epcontext.worker.comparison.compare import compare_runs
+from hatch_epcontext.worker.comparison.diverging import Divergence
+from hatch_epcontext.worker.comparison.effect import cause_of, effect
+from hatch_epcontext.worker.comparison.emulation import FormattedModel, emulate
+from hatch_epcontext.worker.comparison.levels import Levels, choose
+from hatch_epcontext.worker.comparison.runs import ReferenceRun
 from hatch_epcontext.worker.reference import reference
-from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement, Emulation, differences
+from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement, Emulation
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import parsed, save
 from tests.worker.actions.test_compile import MODEL
@@ -27,14 +31,24 @@ POWER = Fault("Pow", "is -4 for -0.0", low=-3e-8, high=3e-8, gives=-4.0, exponen
 TABLE = Fault("Sigmoid", "is coarse behind Gemm", low=-1e5, high=1e5, behind=frozenset({"Gemm"}))
 
 
-def emulator(
+def emulated(
     made: onnx.ModelProto, folder: Path, format_: NumberFormat = FLOAT16, **settings: Any
-) -> Emulator:
+) -> tuple[Divergence, Levels]:
     path = save(made, folder / "a.onnx")
     spec = Model("a", path, MODEL, **settings)
-    emulated = Emulator(spec, path, format_, reference(spec, made), QNN)
-    emulated.emulate()
-    return emulated
+    model, expected = FormattedModel.load(path, format_), reference(spec, made)
+    assert model is not None
+    return Divergence(model, expected), emulate(model, expected, QNN)
+
+
+def emulation(*arguments: Any, **settings: Any) -> Emulation:
+    divergence, levels = emulated(*arguments, **settings)
+    return effect(divergence, levels, levels)
+
+
+def chosen(*arguments: Any) -> list[ReferenceRun]:
+    divergence, levels = emulated(*arguments)
+    return choose(levels, is_optimistic=divergence.model.optimistic is not None)
 
 
 def ratio(result: Emulation) -> float:
@@ -65,12 +79,12 @@ def log_of_power() -> onnx.ModelProto:
 
 
 def test_a_model_that_float16_computes_well_is_not_sensitive(tmp_path: Path) -> None:
-    found = emulator(layers(), tmp_path)
-    result = found.result()
+    divergence, levels = emulated(layers(), tmp_path)
+    result = effect(divergence, levels, levels)
     assert result.reason is None
-    assert result.samples == len(found.levels) > 60
+    assert result.samples == len(levels) > 60
     assert ratio(result) > 45
-    assert [each.name for each in found.to_run()] == ["random"]
+    assert [each.name for each in choose(levels, is_optimistic=False)] == ["random"]
 
 
 SATURATING = """(float[8, 512] x) => (float[8, 1] y) <float k = {9000}, int64[1] axes = {1}> {
@@ -103,13 +117,13 @@ def test_what_float16_loses_is_named_where_it_counts(
 ) -> None:
     mask = np.array([0] * 4 + [-1e9] * 4, np.float32)
     made = parsed(text, opset, w=(16, 8), mask=mask)
-    result = emulator(made, tmp_path, replace(FLOAT16, faults=faults)).result()
+    result = emulation(made, tmp_path, replace(FLOAT16, faults=faults))
     assert (result.reason is None) == (reason is None)
     assert re.search(reason or "", result.reason or "")
 
 
 def test_a_sensitive_model_runs_samples_of_each_nature_on_the_target(tmp_path: Path) -> None:
-    ran = emulator(parsed(SATURATING), tmp_path).to_run()
+    ran = chosen(parsed(SATURATING), tmp_path)
     assert ran[0].name == "random"
     assert len({each.nature for each in ran}) == 4
 
@@ -122,22 +136,19 @@ def test_what_no_emulation_shows_is_run_on_the_target(tmp_path: Path) -> None:
         w=(16, 8),
         b=(8,),
     )
-    exact = emulator(made, tmp_path)
-    assert len(exact.to_run()) == 1
-    coarse = emulator(made, tmp_path, replace(FLOAT16, faults=(TABLE,)))
-    assert len(coarse.to_run()) == 4
-    wrong = coarse.explanation(coarse.levels[0].run, -5.0)
-    assert "Sigmoid gate, which is coarse behind Gemm" in wrong
+    assert len(chosen(made, tmp_path)) == 1
+    coarse = replace(FLOAT16, faults=(TABLE,))
+    assert len(chosen(made, tmp_path, coarse)) == 4
+    divergence, levels = emulated(made, tmp_path, coarse)
+    assert "Sigmoid gate, which is coarse behind Gemm" in cause_of(divergence, levels[0], -5.0)
 
 
 def test_the_target_runs_one_sample_of_a_large_model(tmp_path: Path) -> None:
-    found = emulator(log_of_power(), tmp_path)
-    found.levels = found.levels[:FEW_SAMPLES]
-    (run,) = found.to_run()
-    assert found.level(run).margin == min(each.margin for each in found.levels if each.run.usual)
-    well = emulator(layers(), tmp_path)
-    well.levels = well.levels[:FEW_SAMPLES]
-    assert [each.name for each in well.to_run()] == ["random"]
+    few = Levels(emulated(log_of_power(), tmp_path)[1][:FEW_SAMPLES])
+    (run,) = choose(few, is_optimistic=False)
+    assert few.of(run).margin == min(each.margin for each in few if each.run.usual)
+    well = Levels(emulated(layers(), tmp_path)[1][:FEW_SAMPLES])
+    assert [each.name for each in choose(well, is_optimistic=False)] == ["random"]
 
 
 def test_states_are_fed_back_in_the_format(tmp_path: Path) -> None:
@@ -146,8 +157,8 @@ def test_states_are_fed_back_in_the_format(tmp_path: Path) -> None:
             [add] next = Add (kept, x) }""")
     table = ValidateTable(states={"state": "next"})
     # After eight steps the state is 1e14 times the input.
-    assert ratio(emulator(made, tmp_path).result())
-    reason = emulator(made, tmp_path, validate=table).result().reason
+    assert ratio(emulation(made, tmp_path))
+    reason = emulation(made, tmp_path, validate=table).reason
     assert reason is not None
     assert "float16 ends at 65,504" in reason
 
@@ -183,9 +194,9 @@ def test_a_model_whose_states_last_is_sensitive(
     arrays = {name: np.full(shape, 3.3, np.float32) for name, shape in inputs.items()}
     np.savez(tmp_path / "given.npz", **arrays)  # type: ignore[arg-type]
     validate = ValidateTable(inputs=str(tmp_path / "given.npz") if is_given else "random")
-    found = emulator(made, tmp_path, validate=validate)
-    assert min(level.margin for level in found.levels) > 25
-    assert "adds up" in (found.result().reason or "")
+    divergence, levels = emulated(made, tmp_path, validate=validate)
+    assert min(level.margin for level in levels) > 25
+    assert "adds up" in (effect(divergence, levels, levels).reason or "")
 
 
 def test_states_that_are_forgotten_do_not_last(tmp_path: Path) -> None:
@@ -212,20 +223,13 @@ def test_a_disagreement_is_explained_by_the_emulation(
     tmp_path: Path, text: str, right: str, wrong: str, message: str
 ) -> None:
     broken = save(parsed(text.replace(right, wrong)), tmp_path / "broken.onnx")
-    found = emulator(parsed(text), tmp_path)
-    spec = Model("a", tmp_path / "a.onnx", MODEL)
-    runs = [each.run for each in found.levels if each.run.usual]
-    sensitive = [each for each in runs if found.level(each).margin < 0]
-    result = compare_runs(
-        open_session(broken, cpu_options()),
-        reference(spec, parsed(text)),
-        QNN,
-        Subject(spec),
-        runs=sensitive or runs,
-        emulator=found,
-    )
-    (problem,) = differences(result.agreements)
-    assert message in problem.message
+    divergence, levels = emulated(parsed(text), tmp_path)
+    usual = [level for level in levels if level.run.usual]
+    runs = [level.run for level in usual if level.margin < 0] or [level.run for level in usual]
+    session = open_session(broken, cpu_options())
+    difference = compare_runs(session, divergence.reference, QNN, runs, levels).difference
+    assert difference is not None
+    assert message in cause_of(divergence, levels.of(difference.run), difference.margin)
 
 
 @pytest.mark.parametrize(
@@ -243,8 +247,8 @@ def test_a_known_fault_is_named_only_where_a_value_has_it(
         least=np.float32(least),
     )
     fault = Fault("Log", "is 0 above 2", low=2.0, high=1e5, gives=0.0)
-    found = emulator(made, tmp_path, replace(FLOAT16, faults=(fault,)))
-    assert (found.first_diverging(found.levels[0].run) or "").startswith(words)
+    divergence, levels = emulated(made, tmp_path, replace(FLOAT16, faults=(fault,)))
+    assert (divergence.first(levels[0].run) or "").startswith(words)
 
 
 def detector() -> onnx.ModelProto:
@@ -266,10 +270,10 @@ def detector() -> onnx.ModelProto:
 
 
 def test_what_a_suppression_reads_is_compared_in_the_format(tmp_path: Path) -> None:
-    found = emulator(detector(), tmp_path)
-    assert found.worst.nearest is not None
-    assert found.worst.nearest.output in ("boxes", "scores")
-    assert found.margin > 25
+    _, levels = emulated(detector(), tmp_path)
+    assert levels.worst.nearest is not None
+    assert levels.worst.nearest.output in ("boxes", "scores")
+    assert levels.margin > 25
 
 
 @pytest.mark.parametrize(
@@ -292,7 +296,7 @@ def test_an_output_that_changes_by_less_than_a_step_is_sensitive(
             y = Add (small, offset) }""",
         offset=np.array(offsets, np.float32),
     )
-    result = emulator(made, tmp_path).result()
+    result = emulation(made, tmp_path)
     assert ratio(result) > 50
     assert (result.reason is not None) == is_flat
     assert result.reason is None or "1000" in result.reason
@@ -302,11 +306,11 @@ def test_an_output_that_changes_by_less_than_a_step_is_sensitive(
 def test_what_the_target_has_shown_counts_more_than_its_emulation(
     tmp_path: Path, suffering: str
 ) -> None:
-    found = emulator(log_of_power(), tmp_path)
-    assert found.margin < 0
-    runs = found.to_run()
-    worst = found.level(runs[-1])
+    _, levels = emulated(log_of_power(), tmp_path)
+    assert levels.margin < 0
+    runs = choose(levels, is_optimistic=False)
+    worst = levels.of(runs[-1])
     near = Agreement("y", 0.0, 1.0, margin=40.0)
-    right = [replace(found.level(run), nearest=near) for run in runs]
-    found.correct(right if suffering == "all" else [*right[:-1], worst])
-    assert found.margin == (40.0 if suffering == "all" else pytest.approx(worst.spare, abs=10))
+    right = [replace(levels.of(run), nearest=near) for run in runs]
+    corrected = levels.corrected(right if suffering == "all" else [*right[:-1], worst])
+    assert corrected.margin == (40.0 if suffering == "all" else pytest.approx(worst.spare, abs=10))

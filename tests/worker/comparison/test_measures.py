@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from hatch_epcontext.errors import Kind
 from hatch_epcontext.graph.dtypes import Array, Numbers
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import (
@@ -20,7 +19,7 @@ from hatch_epcontext.worker.comparison.measures import (
     Scores,
     compare_values,
 )
-from hatch_epcontext.worker.results import Agreement, differences
+from hatch_epcontext.worker.results import Agreement, AgreementStatus
 
 PLAIN = OutputFacts()
 HALF = Tolerance(20, 0.99, unit=0.1)
@@ -311,9 +310,8 @@ def test_equal_outputs_have_no_noise() -> None:
 
 def test_another_shape_is_an_error() -> None:
     agreement = compare("y", np.zeros(2), np.zeros((1, 2)), HALF)
-    (problem,) = differences([agreement])
-    assert problem.kind is Kind.OUTPUT_SHAPE
-    assert problem.message == "the output 'y' has the shape [2], but [1, 2] on the CPU."
+    assert agreement.status is AgreementStatus.OTHER_SHAPE
+    assert agreement.reason == "the output 'y' has the shape [2], but [1, 2] on the CPU."
 
 
 def test_single_scalars_of_a_state_fail_nothing() -> None:

@@ -15,13 +15,12 @@ from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.dtypes import Array, Arrays, Numbers
 from hatch_epcontext.graph.selections import Choice, Selections, find_selections, with_reads
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import Subject, explain
 from hatch_epcontext.worker.comparison.measures import OutputFacts, compare_values
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
 from hatch_epcontext.worker.comparison.selections import align
 from hatch_epcontext.worker.ort_values import run
 from hatch_epcontext.worker.reference import reference
-from hatch_epcontext.worker.results import Agreement, differences
+from hatch_epcontext.worker.results import Agreement
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import parsed, save, value
 
@@ -109,9 +108,10 @@ class Compared:
         ((self.wanted, self.candidates),) = self.expected.runs[0].results
 
     def compare(self, outputs: Arrays, limits: Tolerance = HALF) -> Sequence[Agreement]:
-        measured = self.expected.compare(self.expected.runs[0], 0, outputs, limits)
-        facts, subject = self.expected.facts, Subject(self.model)
-        return [explain(agreement, limits, subject, facts) for agreement in measured]
+        return self.expected.compare(self.expected.runs[0], 0, outputs, limits)
+
+    def is_near(self, outputs: Arrays, limits: Tolerance = HALF) -> bool:
+        return not any(agreement.differs for agreement in self.compare(outputs, limits))
 
 
 class Head(Compared):
@@ -138,7 +138,7 @@ class Head(Compared):
             "classes": table[None, :, 5].astype(np.int64),
         }
         own = {name: array for name, array in outputs.items() if name in self.wanted}
-        return not differences(self.compare(own, limits))
+        return self.is_near(own, limits)
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -212,7 +212,7 @@ def test_most_rows_must_be_the_sources_if_nothing_shows_from_which_it_selects(
     compared = Compared(tmp_path, made, boxes=BOXES, logits=LOGITS * 1e-3)
     y = compared.wanted["y"].copy()
     y[0, -others:, :4] = BOXES[0, :others]
-    assert (not differences(compared.compare({"y": y}))) == is_right
+    assert compared.is_near({"y": y}) == is_right
 
 
 def test_rows_in_any_order_agree_if_the_topk_sorts_none(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_boxes_near_zero_are_compared_with_those_of_other_samples(tmp_path: Path
     y = compared.wanted["y"].copy()
     for error, is_right in ((0.01, True), (100, False)):
         y[0, 7, 0] = error
-        assert (not differences(compared.compare({"y": y}))) == is_right
+        assert compared.is_near({"y": y}) == is_right
 
 
 def test_the_message_names_the_worst_row(tmp_path: Path) -> None:
@@ -319,11 +319,9 @@ def test_the_indices_of_a_topk_are_those_of_its_values_but_of_the_last_one_if_th
 ) -> None:
     compared = topk(tmp_path, **attributes)
     values, numbers = compared.wanted["values"], compared.wanted["numbers"]
-    assert not differences(compared.compare(compared.wanted))
+    assert compared.is_near(compared.wanted)
     last: Array = values == (values.min if attributes.get("largest", 1) else values.max)(1)[:, None]
-    assert not differences(
-        compared.compare({"values": values, "numbers": np.where(last, 7, numbers)})
-    )
+    assert compared.is_near({"values": values, "numbers": np.where(last, 7, numbers)})
     single, far = numbers.copy(), np.abs(values - values[last][:, None])
     single.flat[far.argmax()] += 1
     for wrong in (
@@ -332,7 +330,7 @@ def test_the_indices_of_a_topk_are_those_of_its_values_but_of_the_last_one_if_th
         (numbers + 1) % 50,
         np.where(last, numbers, numbers[::-1]),
     ):
-        assert differences(compared.compare({"values": values, "numbers": wrong}))
+        assert not compared.is_near({"values": values, "numbers": wrong})
 
 
 def test_columns_behind_some_of_unknown_width_are_those_of_the_rows(tmp_path: Path) -> None:
@@ -352,11 +350,11 @@ def test_columns_behind_some_of_unknown_width_are_those_of_the_rows(tmp_path: Pa
     compared = Compared(tmp_path, made, **floats, width=np.array([3]))
     y = compared.wanted["y"]
     assert y.shape == (1, 5, 5)
-    assert not differences(compared.compare({"y": y[:, [1, 0, 2, 3, 4]]}))
+    assert compared.is_near({"y": y[:, [1, 0, 2, 3, 4]]})
     for column in (0, 2, 4):
         wrong = y.copy()
         wrong[0, 0, column] = y[0, 4, column]
-        assert differences(compared.compare({"y": wrong}))
+        assert not compared.is_near({"y": wrong})
 
 
 def test_other_uses_of_a_topk_are_no_selections() -> None:

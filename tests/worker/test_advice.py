@@ -11,22 +11,14 @@ from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Setting
 from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import Subject, explain
+from hatch_epcontext.worker.advice import Explained, Subject, explain, problems_of
+from hatch_epcontext.worker.comparison.compare import Difference
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
-from hatch_epcontext.worker.results import Agreement, AgreementStatus, Excess, differences
+from hatch_epcontext.worker.results import Agreement, AgreementStatus, Excess
 from tests.worker.actions.test_compile import MODEL
 
 SPEC = Model("a", Path("a.onnx"), MODEL)
 WANTED: Arrays = {"y": np.linspace(1, 2, 10, dtype=np.float32)}
-
-
-def compared(
-    outputs: Arrays, tolerance: Tolerance, subject: Subject, wanted: Arrays
-) -> list[Agreement]:
-    run = ReferenceRun("given", ({},), outputs=(wanted,), on_target=True)
-    reference = Reference((run,), Facts())
-    measured = reference.compare(run, 0, outputs, tolerance)
-    return [explain(agreement, tolerance, subject, reference.facts) for agreement in measured]
 
 
 def differing(
@@ -35,48 +27,52 @@ def differing(
     spec: Model = SPEC,
     wanted: Arrays = WANTED,
     what: str = "the compiled model",
-) -> Agreement:
-    (agreement,) = compared(outputs, tolerance, Subject(spec, what), wanted)
-    assert agreement.status is AgreementStatus.DIFFERS
-    return agreement
+) -> list[Explained]:
+    run = ReferenceRun("given", ({},), outputs=(wanted,), on_target=True)
+    reference = Reference((run,), Facts())
+    difference = Difference(tuple(reference.compare(run, 0, outputs, tolerance)), run, 0)
+    return explain(difference, tolerance, Subject(spec, what), reference.facts)
 
 
 @pytest.mark.parametrize("difference", [1e-6, 0.0123456, 3.0])
 def test_the_limits_of_a_message_are_enough(difference: float) -> None:
     outputs = {"y": np.add(WANTED["y"], difference, dtype=np.float32)}
-    (setting,) = differing(outputs, Tolerance(-200, 0.0, atol=1e-9)).settings
+    ((setting,),) = (item.settings for item in differing(outputs, Tolerance(-200, 0.0, atol=1e-9)))
     assert isinstance(setting.value, dict)
     allowed = setting.value["outputs"]["y"]
     assert 0 < allowed["atol"] < 1.1 * difference
     limits = Tolerance(-200, 0.0, outputs={"y": allowed})
-    assert not differences(compared(outputs, limits, Subject(SPEC), WANTED))
+    assert not differing(outputs, limits)
 
 
 @pytest.mark.parametrize("wrong", [11, 15, 20])
 def test_the_limits_of_a_message_are_enough_for_values_that_are_equal_or_not(wrong: int) -> None:
     wanted: Arrays = {"y": np.zeros(100, bool)}
     outputs: Arrays = {"y": np.arange(100) < wrong}
-    (setting,) = differing(outputs, Tolerance(20, 0.99), wanted=wanted).settings
+    ((setting,),) = (
+        item.settings for item in differing(outputs, Tolerance(20, 0.99), wanted=wanted)
+    )
     assert isinstance(setting.value, dict)
     assert setting.value["outputs"]["y"].keys() == {"snr"}
     limits = Tolerance(20, 0.99, outputs=setting.value["outputs"])
-    assert not differences(compared(outputs, limits, Subject(SPEC), wanted))
+    assert not differing(outputs, limits, wanted=wanted)
 
 
 def test_inputs_that_are_given_are_not_asked_for() -> None:
     outputs = {"y": np.multiply(0.2, WANTED["y"], dtype=np.float32)}
-    (setting,) = differing(outputs, Tolerance(20, 0.99)).settings
+    ((setting,),) = (item.settings for item in differing(outputs, Tolerance(20, 0.99)))
     assert "inputs" in str(setting)
     given = replace(SPEC, validate=ValidateTable(inputs="/tmp/a.npz"))
-    assert not differing(outputs, Tolerance(20, 0.99), given).settings
+    (item,) = differing(outputs, Tolerance(20, 0.99), given)
+    assert not item.settings
 
 
 def test_no_limits_are_suggested_for_a_slice_that_is_wrong() -> None:
     wanted = np.tile(np.array([600, 1], np.float32), (20, 1))
     wrong = wanted * np.array([1, 0], np.float32)
-    agreement = differing({"y": wrong}, Tolerance(20, 0.99), wanted={"y": wanted})
-    assert "signal to noise in [:, 1] " in agreement.excess
-    (setting,) = agreement.settings
+    (item,) = differing({"y": wrong}, Tolerance(20, 0.99), wanted={"y": wanted})
+    assert "signal to noise in [:, 1] " in item.agreement.excess
+    (setting,) = item.settings
     assert setting.key == SPEC.key / "validate" / "inputs"
 
 
@@ -85,7 +81,7 @@ def test_a_hint_names_what_is_wrong() -> None:
     wrong = {"y": -arrays["y"]}
     given = replace(SPEC, validate=ValidateTable(inputs="samples.npz"))
     compiled, prepared = (
-        differing(wrong, Tolerance(20, 0.99), given, arrays, what).hint or ""
+        differing(wrong, Tolerance(20, 0.99), given, arrays, what)[0].hint or ""
         for what in ("the compiled model", "the prepared model on the CPU")
     )
     assert "compiled model" in compiled
@@ -98,15 +94,19 @@ def test_a_hint_names_what_is_wrong() -> None:
 def test_outputs_that_differ_are_one_problem_with_the_worst_first() -> None:
     place = MODEL / "validate" / "tolerance"
     excesses = tuple(Excess(f"measure {n}", f"{n} dB", "at least 20 dB") for n in range(4))
+    status = AgreementStatus.DIFFERS
     first, second = (
-        Agreement(
-            output, 0.1, None, status=AgreementStatus.DIFFERS, reason="differs from the CPU's",
-            margin=margin, excesses=excesses, cause=f"{output} is the cause.", hint="Allow more:",
-            settings=(Setting(place, {"outputs": {output: {"snr": margin}}}),),
+        Explained(
+            Agreement(
+                output, 0.1, None, status=status, reason="differs from the CPU's",
+                margin=margin, excesses=excesses,
+            ),
+            "Allow more:",
+            (Setting(place, {"outputs": {output: {"snr": margin}}}),),
         )
-        for output, margin in (("y", -3), ("boxes", -9))
+        for output, margin in (("boxes", -9), ("y", -3))
     )  # fmt: skip
-    (problem,) = differences([first, second])
+    (problem,) = problems_of([second, replace(first, cause="boxes is the cause.")])
     assert problem.message.splitlines() == [
         "the output 'boxes' differs from the CPU's, and so does 1 other output:",
         *(f"  boxes  measure {n}  {n} dB  at least 20 dB" for n in range(4)),

@@ -1,0 +1,239 @@
+"""The first node of a model that an EP's number format makes wrong, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.dtypes import Array, Arrays
+from hatch_epcontext.graph.rounding import applies, exposed, rounded
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.worker.comparison.emulation import FormattedModel, named
+from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Levels
+from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_steps
+from hatch_epcontext.worker.session import open_unoptimized
+
+_LOST = 0.5
+"""The relative error from which a format counts as lacking a stored number."""
+
+_MAX_VALUES = 2**28
+"""The most values inside a model of which all are compared: 2 GiB for both runs."""
+
+_WRONG = 0.1
+"""The relative error of a value from which it is wrong."""
+
+_MATTERS = 0.01
+"""The relative error after a clamped value, or after a number that the format lacks, from which it matters:
+in masks, which only hide values, it does not."""
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """All values of a step: ``exact``, and in the number format (``rounded``), by the same names.
+
+    ``outputs``: the names of those that are compared.
+    """
+
+    exact: Arrays
+    rounded: Arrays
+    outputs: frozenset[str]
+
+    @property
+    def error(self) -> float:
+        """The largest error of the compared values."""
+        return max((self.errors.get(name, 0.0) for name in self.outputs), default=0.0)
+
+    @cached_property
+    def errors(self) -> Mapping[str, float]:
+        """The relative error of each value."""
+        return {
+            name: _relative(exact, self.rounded[name])
+            for name, exact in self.exact.items()
+            if exact.dtype == np.float32
+            and name in self.rounded
+            and exact.shape == self.rounded[name].shape
+        }
+
+    def behind(self, node: onnx.NodeProto) -> float:
+        """The largest error of the results of ``node``."""
+        return max((self.errors.get(name, 0.0) for name in node.output), default=0.0)
+
+    def largest(self, node: onnx.NodeProto) -> float:
+        """The largest magnitude of its results."""
+        results = (self.exact[name] for name in node.output if name in self.errors)
+        return max(map(_largest, results), default=0.0)
+
+    def matters(self, node: onnx.NodeProto, scope: Scope) -> bool:
+        """Whether an error in the values of ``node`` still exists after the next two nodes that read them.
+
+        A Softmax may be the second one, which hides the error of a mask.
+        """
+        changed = (n for n in node.output if n in self.errors)
+        is_changed = any(_differ(self.exact[name], self.rounded[name]) for name in changed)
+        return is_changed and self._lasts(node, scope, 2)
+
+    def _lasts(self, node: onnx.NodeProto, scope: Scope, number: int) -> bool:
+        """Whether an error still exists ``number`` nodes behind ``node``, or at the end of the model."""
+        readers = [
+            scope.nodes[index] for name in node.output for index in scope.readers.get(name, ())
+        ]
+        return (
+            not number
+            or not readers
+            or any(
+                self.behind(reader) > _MATTERS and self._lasts(reader, scope, number - 1)
+                for reader in readers
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What the format of ``model`` changes inside it for samples of the ``reference``."""
+
+    model: FormattedModel
+    reference: Reference
+
+    def first(self, run: ReferenceRun) -> str | None:
+        """The first node whose results are wrong for ``run``, and why, in words; None if there is none."""
+        inner = self._inner(run)
+        return None if inner is None else self._first_wrong(inner, min(_WRONG, inner.error / 2))
+
+    def hurt(self, levels: Levels) -> Iterator[str]:
+        """Nodes whose values are clamped, or that use a number that the format cannot represent."""
+        for run in (levels[0].run, levels.worst.run):
+            is_right = levels.of(run).snr > 2 * WORTH_RUNNING
+            if (self._lost or (not is_right and self._exceeds(run))) and (
+                inner := self._inner(run)
+            ):
+                yield from filter(None, [self._first_wrong(inner, math.inf)])
+
+    def _first_wrong(self, inner: _Inner, error: float) -> str | None:
+        """The first node whose values the format clamps, that uses a number which it lacks, or whose results
+        have a larger ``error``, in words.
+
+        What has no effect counts as right, as in a mask.
+        """
+        for node in self.model.scope.nodes:
+            is_clamped = inner.largest(node) > self.model.format.largest
+            if is_clamped or not self._lost.keys().isdisjoint(node.input):
+                is_wrong = inner.matters(node, self.model.scope)
+            else:
+                is_wrong = inner.behind(node) > error
+            if is_wrong:
+                return self._words(node, inner)
+        return None
+
+    def _inner(self, run: ReferenceRun) -> _Inner | None:
+        """All values of the first wrong step of ``run``, or of its last step.
+
+        None if they are too many, or if the model cannot run with all of them as outputs.
+        """
+        if self._exact is None or self._inexact is None:
+            return None
+        outputs = frozenset((*run.outputs[0], *self.reference.facts.selections.reads))
+        steps = (self._values(session, run) for session in (self._exact, self._inexact))
+        for exact, inexact in zip(*steps, strict=True):
+            inner = _Inner(exact, inexact, outputs)
+            if inner.error > _WRONG:
+                # Errors in later steps come from this one.
+                break
+        return inner
+
+    def _values(self, session: ort.InferenceSession, run: ReferenceRun) -> Iterator[Arrays]:
+        """All values of ``session`` in each step of ``run``, with its inputs."""
+        states, fed = self.reference.facts.states, dict[str, Array]()
+        steps = run_steps(session, run.steps, states)
+        for feeds, outputs in zip(run.steps, steps, strict=True):
+            fed.update(feeds)
+            yield {**fed, **outputs}
+            fed.update({name: outputs[last] for name, last in states.items() if last in outputs})
+
+    @cached_property
+    def _exact(self) -> ort.InferenceSession | None:
+        """A session that returns all values of the prepared model."""
+        results = (name for node in self.model.scope.nodes for name in node.output)
+        size = sum(math.prod(self.model.scope.shape(name) or (1,)) for name in results)
+        return None if size > _MAX_VALUES else _open(exposed(self.model.prepared, self.model.types))
+
+    @cached_property
+    def _inexact(self) -> ort.InferenceSession | None:
+        """The same in the number format."""
+        return _open(self.model.rounding(exposed(self.model.prepared, self.model.types)))
+
+    def _exceeds(self, run: ReferenceRun) -> bool:
+        """Whether values of ``run`` are beyond the format's largest."""
+        return self._exact is not None and any(
+            array.dtype == np.float32 and _largest(array) > self.model.format.largest
+            for values in self._values(self._exact, run)
+            for array in values.values()
+        )
+
+    @cached_property
+    def _lost(self) -> Mapping[str, float]:
+        """The stored numbers that the format cannot represent."""
+        lost = {}
+        for tensor in self.model.prepared.graph.initializer:
+            if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) == 1:
+                value = onnx.numpy_helper.to_array(tensor).reshape(1)
+                if _relative(value, rounded(value, self.model.format)) > _LOST:
+                    lost[tensor.name] = float(value[0])
+        return lost
+
+    def _words(self, node: onnx.NodeProto, inner: _Inner) -> str:
+        """A description of ``node`` and of the fault in its result."""
+        name, format_ = named(node), self.model.format
+        if lost := [self._lost[operand] for operand in node.input if operand in self._lost]:
+            return f"{name} uses {lost[0]:g}, which {format_.name} does not have"
+        largest = inner.largest(node)
+        wide = node.op_type in format_.sums
+        if largest > (ends := format_.largest_of_sums if wide else format_.largest):
+            return f"{name} reaches {_number(largest)}; {format_.name} ends at {_number(ends)}"
+        for fault in format_.faults_of(graph.operator(node)):
+            if fault.gives is not None and applies(fault, node, self.model.scope):
+                fed = np.asarray(inner.rounded.get(node.input[fault.operand], ()), np.float64)
+                if ((fed >= fault.low) & (fed <= fault.high)).any():
+                    return f"{name} {fault.text}"
+        return f"{name} has an error of {min(100 * inner.behind(node), 100):.2g} %"
+
+
+def _open(form: onnx.ModelProto) -> ort.InferenceSession | None:
+    try:
+        return open_unoptimized(form.SerializeToString())
+    except Exception:
+        # Some models cannot run with other outputs; then no node is named.
+        return None
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e7 else f"{value:.2g}"
+
+
+def _largest(array: NDArray[Any]) -> float:
+    """The largest magnitude in ``array``; 0 without values."""
+    return float(np.abs(array).max()) if array.size else 0.0
+
+
+def _relative(exact: Array, other: Array) -> float:
+    """The error of ``other`` relative to ``exact``, as root mean squares."""
+    one = np.nan_to_num(np.asarray(exact, np.float64))
+    two = np.nan_to_num(np.asarray(other, np.float64))
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = np.sqrt(((one - two) ** 2).sum() / max((one**2).sum(), 1e-60))
+    # Masks contain the largest float32.
+    return float(error) if np.isfinite(error) else 1.0
+
+
+def _differ(exact: Array, other: Array) -> bool:
+    """Whether any value differs by a tenth."""
+    one, two = np.asarray(exact, np.float64), np.asarray(other, np.float64)
+    return bool((np.abs(one - two) > _WRONG * np.abs(one)).any())

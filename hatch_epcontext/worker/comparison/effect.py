@@ -1,0 +1,105 @@
+"""What an EP's number format makes of a model, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from hatch_epcontext.graph.dtypes import is_float
+from hatch_epcontext.worker.comparison.diverging import Divergence
+from hatch_epcontext.worker.comparison.emulation import FormattedModel
+from hatch_epcontext.worker.comparison.levels import Level, Levels
+from hatch_epcontext.worker.comparison.measures import GAIN, SENSITIVE
+from hatch_epcontext.worker.comparison.runs import Reference
+from hatch_epcontext.worker.results import NOTHING, Agreement, Emulation
+
+_FLAT = 0.1
+"""The share of an output's places that may change by less than a step of the format."""
+
+_BITS: Mapping[str, int] = {"float16": 10, "bfloat16": 7}
+"""The bits after the point of a number between 1 and 2."""
+
+
+def effect(divergence: Divergence, emulated: Levels, levels: Levels) -> Emulation:
+    """The effect of the format on samples, as ``emulated``; ``levels``: corrected by what the target ran."""
+    model, reference = divergence.model, divergence.reference
+    worst, margin, reason, hurt = levels.worst, levels.margin, None, None
+    if margin < SENSITIVE:
+        first = min(
+            levels, key=lambda level: (level.spare >= SENSITIVE, not level.run.usual, level.spare)
+        )
+        description = divergence.first(first.run)
+        reason = f"{_describe(first, model)}{f': {description}' if description else ''}"
+    elif hurt := next(divergence.hurt(levels), None) or _flat(reference, model.format.name):
+        reason = hurt
+    elif reference.facts.is_lasting:
+        reason = (
+            f"its states last, and what {model.format.name} rounds off adds up in them from step to "
+            "step, unless the app resets them"
+        )
+    inexact = {node.op_type for node in model.computed} & model.format.inexact
+    return Emulation(
+        model.format.name,
+        model.format.seen,
+        len(emulated),
+        _nearest(worst, margin),
+        reason,
+        inexact=tuple(sorted(inexact)),
+        in_format=hurt is not None or min(level.spare for level in emulated) < SENSITIVE,
+    )
+
+
+def cause_of(divergence: Divergence, level: Level, margin: float) -> str:
+    """Why the target may differ by ``margin`` from the source for the sample of ``level``: a sentence about
+    the first diverging node.
+    """
+    model, limit = divergence.model, min(SENSITIVE, margin + GAIN)
+    if level.margin < limit and (description := divergence.first(level.run)):
+        return f"The first diverging node: {description}."
+    text = f"{_describe(level, model)}, so the EP computes an operator wrong"
+    return f"{text}: perhaps {model.optimistic}." if model.optimistic else f"{text}."
+
+
+def _nearest(worst: Level, margin: float) -> Agreement | None:
+    if worst.nearest is None:
+        return None
+    # JSON has no infinity.
+    snr, finite = (number if number < math.inf else None for number in (worst.snr, margin))
+    return replace(worst.nearest, snr=snr, margin=finite)
+
+
+def _describe(level: Level, model: FormattedModel) -> str:
+    snr = f"{level.snr:.0f} dB" if level.snr > NOTHING else "no number"
+    place = f"for the sample {level.run.name!r}"
+    who = "the target" if level.ran else f"{model.format.name}, emulated on the CPU,"
+    if level.nearest is None or level.snr == math.inf:
+        return f"{who} changes nothing {place}"
+    return f"{who} leaves {snr} of {level.nearest.output!r} {place}"
+
+
+def _flat(reference: Reference, format_: str) -> str | None:
+    """An output that changes between inputs by less than a step of ``format_``, in words."""
+    facts, usual = reference.facts, reference.usual
+    for name, first in reference.runs[0].outputs[0].items():
+        is_any = facts.of(name).nature == "any" and not facts.of(name).is_random
+        outputs = (run.outputs[0][name] for run in usual)
+        arrays = [array.ravel() for array in outputs if array.shape == first.shape]
+        if not is_any or not is_float(first.dtype) or not arrays:
+            continue
+        values = np.array(arrays, np.float64)
+        # Places with Inf have no spread.
+        with np.errstate(invalid="ignore"):
+            middle, changes = values.mean(axis=0), values.std(axis=0)
+        bits = _BITS[format_]
+        smallest = np.where(middle == 0, 0.0, 2.0 ** (np.frexp(middle)[1] - 1 - bits))
+        flat = np.flatnonzero((changes > 0) & (changes < smallest))
+        if flat.size > _FLAT * changes.size:
+            place = flat[np.argmin((changes / smallest)[flat])]
+            return (
+                f"{name!r} changes by {changes[place]:.2g} around {middle[place]:.6g}, where "
+                f"{format_} has steps of {smallest[place]:.2g}"
+            )
+    return None

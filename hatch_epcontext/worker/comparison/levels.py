@@ -1,0 +1,115 @@
+"""How near a model is to its source for each sample, and which samples a target runs because of that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.worker.comparison.measures import SENSITIVE
+from hatch_epcontext.worker.comparison.runs import Facts, ReferenceRun, with_telling
+from hatch_epcontext.worker.results import FEW_SAMPLES, NOTHING, Agreement
+
+WORTH_RUNNING = 45.0
+"""Decibels of an emulated sample above which a run on the target shows nothing more."""
+
+_WORST = 3
+"""The number of worst samples, of different natures, that the target runs."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """How near ``run`` is to the source's: of its outputs the ``nearest`` to the limits, if any.
+
+    ``limit``: the signal-to-noise ratio of its limits. ``ran``: whether the target ran it.
+    """
+
+    run: ReferenceRun
+    nearest: Agreement | None
+    limit: float
+    ran: bool = False
+
+    @staticmethod
+    def of(
+        run: ReferenceRun, agreements: Iterable[Agreement], facts: Facts, limits: Tolerance
+    ) -> Level:
+        """The level of ``run`` with these ``agreements`` of outputs with the ``limits``."""
+        nearest = min(agreements, key=lambda agreement: agreement.above, default=None)
+        name = "" if nearest is None else nearest.output
+        return Level(run, nearest, facts.of(name).within(limits.of(name)).snr)
+
+    @property
+    def margin(self) -> float:
+        """The decibels above the limits, negative below them; infinite if all outputs are equal."""
+        return math.inf if self.nearest is None else self.nearest.above
+
+    @property
+    def snr(self) -> float:
+        """The signal-to-noise ratio of a whole output with that margin."""
+        return self.margin if self.margin == NOTHING else self.margin + self.limit
+
+    @property
+    def spare(self) -> float:
+        """``margin``, increased for inputs that an app may never have: there only a difference counts."""
+        return self.margin if self.run.usual else self.margin + SENSITIVE
+
+
+class Levels(tuple[Level, ...]):
+    """The levels of all samples of a reference."""
+
+    __slots__ = ()
+
+    @property
+    def worst(self) -> Level:
+        """The level of the sample that is nearest to the limits."""
+        return min(self, key=lambda level: (level.margin, not level.run.usual))
+
+    @property
+    def margin(self) -> float:
+        """The smallest `Level.spare` of a sample, in decibels."""
+        return max(min(level.spare for level in self), NOTHING)
+
+    def of(self, run: ReferenceRun) -> Level:
+        """The level of ``run``, one of the reference's."""
+        return next(level for level in self if level.run is run)
+
+    def corrected(self, ran: Sequence[Level]) -> Levels:
+        """These, or those that samples had on the target. If the worst samples of different natures are right
+        there, no other sample counts.
+        """
+        suffering = [level for level in ran if self.of(level.run).margin < SENSITIVE]
+        if suffering and all(level.margin >= SENSITIVE for level in suffering):
+            return Levels(ran)
+        by_name = {level.run.name: level for level in ran}
+        return Levels(by_name.get(level.run.name, level) for level in self)
+
+
+def choose(levels: Levels, *, is_optimistic: bool) -> list[ReferenceRun]:
+    """The first sample, and those that may differ on the target: for large models only one of them.
+
+    ``is_optimistic``: whether the emulation cannot show all that the target computes less exactly.
+    """
+    first, *others = levels
+    chosen = [first.run]
+    longest = max(
+        (level.run for level in others), key=lambda run: len(run.steps), default=first.run
+    )
+    if len(longest.steps) > 1:
+        # The emulation does not show what kernels add to the states.
+        chosen.append(longest)
+    natures = {run.nature for run in chosen}
+    # Each step of a recurrent model is a run, and simulators run large models for long.
+    is_large = len(levels) <= FEW_SAMPLES and len(chosen) == 1
+    most = len(chosen) + (1 if is_large or len(chosen) > 1 else _WORST)
+    # Unusual samples come last: they only warn.
+    for level in sorted(others, key=lambda level: (not level.run.usual, level.margin)):
+        worth = level.snr < WORTH_RUNNING or is_optimistic
+        if len(chosen) == most:
+            break
+        if worth and level.run.nature not in natures:
+            natures.add(level.run.nature)
+            chosen.append(level.run)
+    if is_large:
+        chosen = [min(chosen, key=lambda run: levels.of(run).margin)]
+    return with_telling(chosen, [level.run for level in levels])
