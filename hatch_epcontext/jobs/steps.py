@@ -7,10 +7,11 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -195,13 +196,9 @@ class Steps:
                 folder = self.build.scratch("validate")
                 return worker.call(request, folder, location=job.location, step="validation")
 
-        source, validated = self._sources.get(_source_key(job, to_run)), None
-        if source is None and target.provider.by_library:
-            # Without its device nothing is run, and the source may be large.
-            validated = call(replace(request, tolerance=None))
-        if validated is None or validated.validation.status is not ValidationStatus.STRUCTURE:
-            source = source or self._simplify(job, to_run, Recipe("none"), self.build.workers)
-            validated = call(replace(request, reference=source.reference, ranges=source.ranges))
+        prepare = partial(self._simplify, job, to_run, Recipe("none"), self.build.workers)
+        source = self._sources.get(_source_key(job, to_run))
+        validated = validate_moved(request, call, prepare, source)
         shutil.rmtree(moved)
         return validated
 
@@ -351,6 +348,22 @@ class Steps:
         is_small = all(self.build.sources[model.name].size <= _SMALL for model in job.models)
         is_alone = job.target.provider.exclusive_device or job.group is not None
         return (task, job.target.name) if is_small and recipe.is_plain and not is_alone else None
+
+
+def validate_moved(
+    request: ValidateRequest,
+    call: Callable[[ValidateRequest], Validated],
+    prepare: Callable[[], Prepared],
+    source: Prepared | None = None,
+) -> Validated:
+    """Run a moved copy by ``call``, and compare it with ``source``, or else with what ``prepare`` makes."""
+    if source is None and request.target.provider.by_library:
+        # Without its device nothing is run, and the source may be large.
+        validated = call(replace(request, tolerance=None))
+        if validated.validation.status is ValidationStatus.STRUCTURE:
+            return validated
+    source = source or prepare()
+    return call(replace(request, reference=source.reference, ranges=source.ranges))
 
 
 def _is_emulated(target: Target) -> bool:

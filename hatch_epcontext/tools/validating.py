@@ -5,10 +5,12 @@ A package may be of somebody else: what its manifest names is opened only if it 
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.jobs.sources import cut_plan, unknown_outputs
+from hatch_epcontext.jobs.steps import validate_moved
 from hatch_epcontext.package.folder import damaged_files
 from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, Variant
 from hatch_epcontext.providers import PROVIDERS, Provider, Tolerance, find
@@ -45,7 +48,7 @@ from hatch_epcontext.text import listing, show, suggestion
 from hatch_epcontext.tools.configure import configure, name_models, nested
 from hatch_epcontext.tools.inspecting import inspect, inspect_model, verify_model
 from hatch_epcontext.worker.requests import InspectReply, PrepareRequest, ValidateRequest
-from hatch_epcontext.worker.results import Context, Validation, ValidationStatus
+from hatch_epcontext.worker.results import Context, Validated, Validation, ValidationStatus
 
 _REQUIRED = {"validate.mode": "require"}
 """The mode of a validation that a user asks for: what cannot be run is an error."""
@@ -290,24 +293,20 @@ def _run_moved(
         context = Context(to_run.name, name, model.inputs, model.outputs)
         request = ValidateRequest(to_run, target, context, str(moved), tolerance)
 
-        def is_run() -> bool:
-            """Whether the device of a vendor's library is there; if not, the source is not needed."""
-            alone = workers.call(
-                replace(request, tolerance=None), staging / "alone", location=location
-            )
-            return alone.validation.status is not ValidationStatus.STRUCTURE
+        numbers = itertools.count()
 
-        if compare and (not provider.by_library or is_run()):
-            prepare = PrepareRequest(
-                *(to_run, "none", str(staging / "source"), tolerance is not None),
-                dequantize=target.settings.dequantize,
-                tolerance=tolerance if target.settings.changes_precision else None,
-                emulated=False,
-            )
-            # Which makes both folders.
-            source = workers.call(prepare, staging / "source" / "call", location=location)
-            request = replace(request, reference=source.reference, ranges=source.ranges)
-        validated = workers.call(request, staging / "validate", location=location)
+        def call(request: ValidateRequest) -> Validated:
+            return workers.call(request, staging / str(next(numbers)), location=location)
+
+        source = PrepareRequest(
+            *(to_run, "none", str(staging / "source"), tolerance is not None),
+            dequantize=target.settings.dequantize,
+            tolerance=tolerance if target.settings.changes_precision else None,
+            emulated=False,
+        )
+        # Which makes both folders.
+        prepare = partial(workers.call, source, staging / "source" / "call", location=location)
+        validated = validate_moved(request, call, prepare) if compare else call(request)
     validation = validated.validation
     if validation.differs:
         raise BuildError(*validation.problems).located(location)
