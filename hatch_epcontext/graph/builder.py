@@ -47,7 +47,7 @@ class Builder:
     the names of their outputs, in the form of the model's opset. They raise TooManyNodesError when the
     ``size`` of the graph, its nodes with those inside them, exceeds ``limit``, and MissingOperatorError for
     an operator of ONNX that the opset does not have: the node that needs it stays as it is. ``declined``: why
-    nodes stayed that have a rule.
+    nodes stayed that have a rule. ``added``: the nodes in the place of others, by their outputs.
     """
 
     def __init__(self, model: onnx.ModelProto, limit: int | None = None) -> None:
@@ -61,6 +61,7 @@ class Builder:
         self.size = 0
         self._names: set[str] = set()
         self._counts: dict[str, int] = {}
+        self.added: dict[str, onnx.NodeProto] = {}
         for body in graph.graphs(model.graph):
             values = (*body.input, *body.output, *body.value_info)
             self._names |= {value.name for value in values}
@@ -119,6 +120,7 @@ class Builder:
             elif output:
                 self.copy_to(names.get(value, value), output)
         rename_values(new, names)
+        self.added.update((name, added) for added in new for name in added.output)
         return True
 
     def write(self) -> None:

@@ -138,6 +138,7 @@ class NodeFacts:
     """A node that an EP leaves to the CPU, and the reason, if it is known.
 
     ``own``: whether the reason names a value of the node, such as one whose shape depends on the data.
+    ``waived``: whether the EP leaves it to the CPU on purpose.
     ``deciders``: the inputs that decide whether the EP compiles it.
     """
 
@@ -146,6 +147,7 @@ class NodeFacts:
     reason: str | None = None
     own: bool = False
     deciders: Deciders = field(default_factory=dict)
+    waived: bool = False
 
 
 _MAX_NODES = 20

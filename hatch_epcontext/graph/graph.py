@@ -148,7 +148,7 @@ def operator(node: onnx.NodeProto) -> str:
     return node.op_type if node.domain in STANDARD else f"{node.domain}.{node.op_type}"
 
 
-def opset(model: onnx.ModelProto) -> int:
+def opset(model: onnx.ModelProto | onnx.FunctionProto) -> int:
     """Return the version of ONNX's own operators in ``model``; 1 if it does not name it."""
     return max((e.version for e in model.opset_import if e.domain in STANDARD), default=1)
 

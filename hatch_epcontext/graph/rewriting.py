@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class Rewrite:
     """
 
     name: str
-    operators: frozenset[str]
+    operators: Container[str]
     rule: Rule
     nested: bool = True
 
@@ -60,11 +60,13 @@ def apply(
     declined: list[Declined] = []
     replaced = 0
     for rewrite in to_apply:
-        operators = rewrite.operators if refused is None else rewrite.operators & refused
-        if not any(
-            graph.operator(node) in operators and node.name not in kept
-            for node in graph.nodes(model.graph)
-        ):
+        present = {
+            graph.operator(node) for node in graph.nodes(model.graph) if node.name not in kept
+        }
+        operators = [name for name in present if name in rewrite.operators]
+        if refused is not None:
+            operators = [name for name in operators if name in refused]
+        if not operators:
             continue
         builder = Builder(model, limit)
         rules = dict.fromkeys(operators, _except(kept, rewrite.rule))

@@ -181,7 +181,7 @@ def low_coverage(
     """
     if coverage is None or coverage.share >= target.min_coverage:
         return None
-    missing = tuple(n for n in coverage.uncovered if n.op not in target.provider.waived)
+    missing = tuple(n for n in coverage.uncovered if not n.waived)
     coverage = replace(coverage, uncovered=missing)
     hint, settings = _advice(coverage, target, model.key)
     groups = [*describe_nodes(_with_declined(node, declined) for node in coverage.uncovered)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -67,7 +68,15 @@ def _read_context(
     total = len(graph.compute_nodes(source.graph))
     fixed = all(graph.facts(value).is_fixed for value in graph.inputs(source.graph))
     open_values = _open_values(source) if uncovered and fixed else frozenset()
-    facts = tuple(_node_facts(node, open_values) for node in uncovered)
+    lacking = _lacking_ends(onnx_model.graph, provider)
+    facts = tuple(
+        replace(
+            _node_facts(node, open_values),
+            waived=graph.operator(node) in provider.waived
+            or (node.op_type == "Cast" and not lacking.isdisjoint((*node.input, *node.output))),
+        )
+        for node in uncovered
+    )
     if facts:
         logged = ask(prepared, target)
         facts = with_reasons(facts, logged, source.graph, onnx_model.graph, provider)
@@ -81,7 +90,7 @@ def _read_context(
             compiled=max(total - len(uncovered), 0),
             partitions=len(contexts),
             uncovered=facts,
-            waived=sum(node.op in provider.waived for node in facts),
+            waived=sum(node.waived for node in facts),
         ),
         compatibility=compatibility,
         ep_sdk_version=graph.text(contexts[0], "ep_sdk_version"),
@@ -93,6 +102,12 @@ def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:
     inferred = graph.inferred(prepared)
     values = (*inferred.input, *inferred.value_info, *inferred.output)
     return frozenset(value.name for value in values if not graph.facts(value).is_fixed)
+
+
+def _lacking_ends(main: onnx.GraphProto, provider: Provider) -> frozenset[str]:
+    """The inputs and outputs of types that the EP lacks: the CPU casts them, as to and from float64."""
+    ends = map(graph.facts, (*graph.inputs(main), *main.output))
+    return frozenset(end.name for end in ends if end.dtype in provider.lacks_dtypes)
 
 
 def _node_facts(node: onnx.NodeProto, open_values: frozenset[str]) -> NodeFacts:

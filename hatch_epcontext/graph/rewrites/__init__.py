@@ -16,18 +16,20 @@ from hatch_epcontext.graph.rewrites.decompositions import (
     decompose_reduction,
     decompose_softplus,
     erf_as_tanh,
-    inline_function,
     reverse_sequence_as_gather,
     scatter_as_matmul,
     slice_as_gather,
     tensor_scatter_as_where,
 )
+from hatch_epcontext.graph.rewrites.functions import apply_text, inline_function
 from hatch_epcontext.graph.rewrites.loops import unroll_loop
 from hatch_epcontext.graph.rewrites.recurrent import drop_default_activations, unroll_recurrent
+from hatch_epcontext.graph.rewrites.widths import compute_in_32_bits
 from hatch_epcontext.graph.rewriting import Rewrite
 
 REWRITES: tuple[Rewrite, ...] = (
     if_as_where,
+    compute_in_32_bits,
     reverse_sequence_as_gather,
     drop_default_activations,
     decompose_fused_conv,
@@ -35,7 +37,6 @@ REWRITES: tuple[Rewrite, ...] = (
     batch_matmul_nbits,
     decompose_reduction,
     decompose_softplus,
-    inline_function,
     scatter_as_matmul,
     tensor_scatter_as_where,
     slice_as_gather,
@@ -43,6 +44,8 @@ REWRITES: tuple[Rewrite, ...] = (
     erf_as_tanh,
     clip_as_max_min,
     cast_as_dequantize,
+    apply_text,
+    inline_function,
 )
 """All but `UNROLLS`, in the order in which they are applied: later ones may replace what earlier ones add."""
 

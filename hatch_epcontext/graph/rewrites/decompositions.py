@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
-import onnx.inliner
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
@@ -287,49 +286,3 @@ def tensor_scatter_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder
     numbers = np.arange(shape[axis], dtype=dtype).reshape(-1, *[1] * (len(shape) - axis - 1))
     hit = builder.add("Equal", place, builder.store(numbers))
     return [builder.add("Where", hit, update, cache)]
-
-
-@rewrites("Attention", "RotaryEmbedding")
-def inline_function(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A function of ONNX as the operators by which ONNX defines it."""
-    operator = node.op_type
-    types = {name: scope.types.get(name) for name in node.input if name}
-    for name in types:
-        if tensor := scope.stored.get(name):
-            types[name] = helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
-    known = {name: type_ for name, type_ in types.items() if type_ is not None}
-    if missing := sorted(types.keys() - known.keys()):
-        return Declined(f"the type of {missing[0]!r} is not known")
-    alone = onnx.ModelProto(ir_version=builder.model.ir_version)
-    alone.opset_import.extend(builder.model.opset_import)
-    main = alone.graph
-    main.name = operator
-    main.node.append(_with_defaults(node, builder.opset))
-    main.input.extend(onnx.ValueInfoProto(name=name, type=known[name]) for name in known)
-    main.output.extend(onnx.ValueInfoProto(name=name) for name in node.output if name)
-    # The inliner looks up the types of missing operands too.
-    main.value_info.append(onnx.ValueInfoProto(name="", type=onnx.TypeProto()))
-    try:
-        inlined = onnx.inliner.inline_selected_functions(
-            alone, [("", operator)], inline_schema_functions=True
-        )
-    except RuntimeError as error:
-        # onnx cannot handle all models that ONNX Runtime opens.
-        return Declined(f"onnx does not inline it: {' '.join(str(error).split())}")
-    if any(new.op_type == operator for new in inlined.graph.node):
-        return Declined(f"opset {builder.opset} does not define it by other operators")
-    renamed: dict[str, str] = {}
-    builder.copy(inlined.graph.node, renamed)
-    return [renamed.get(name, "") for name in node.output]
-
-
-def _with_defaults(node: onnx.NodeProto, opset: int) -> onnx.NodeProto:
-    """A copy of ``node`` with all attributes that have a default, which the inliner does not look up."""
-    result = onnx.NodeProto.FromString(node.SerializeToString())
-    present = {attribute.name for attribute in node.attribute}
-    result.attribute.extend(
-        attribute.default_value
-        for name, attribute in onnx.defs.get_schema(node.op_type, opset).attributes.items()
-        if name not in present and attribute.default_value.type
-    )
-    return result

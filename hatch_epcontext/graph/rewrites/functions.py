@@ -1,0 +1,224 @@
+"""Operators as functions of others: those that ONNX defines itself, and texts in ``graph/functions``.
+
+A text is in ONNX's syntax. What a node has decides which lines of it count: the comment ``# if bias`` keeps a
+line only for nodes with this input, output or attribute. A condition may also be ``not bias``, an attribute's
+value as in ``do_rotary = 1``, or the type of an input as in ``x is float``, joined by ``and``. A node that
+fails a condition after ``# needs`` stays as it is. The texts are for the newest form of an operator; reductions
+and others get that of the model's opset.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.inliner
+from onnx import AttributeProto, helper
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder, Outputs, copy_of
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewriting import Rewrite
+from hatch_epcontext.graph.scope import Scope
+
+_FOLDER = Path(__file__).parent.parent / "functions"
+
+_NAMED = re.compile(r'<domain: "([^"]*)"[^>]*>\s*(\w+)')
+
+_KINDS = {"float": "f", "integer": "iu", "signed": "i", "unsigned": "u", "bool": "b"}
+"""What a condition calls kinds of dtypes, and NumPy's letters for these."""
+
+
+@functools.cache
+def texts() -> Mapping[str, str]:
+    """The text of each operator, as `graph.operator` writes it."""
+    result = {}
+    for path in sorted(_FOLDER.glob("*.txt")):
+        for text in re.split(r"\n(?=<domain)", path.read_text(encoding="utf-8")):
+            if match := _NAMED.search(text):
+                result[".".join(filter(None, match.groups()))] = text[match.start() :]
+    return result
+
+
+class _Texts:
+    """The operators that have texts, which are read once one is asked for."""
+
+    def __contains__(self, operator: object) -> bool:
+        return operator in texts()
+
+
+class _Defined:
+    """The operators that ONNX defines by others."""
+
+    def __contains__(self, operator: object) -> bool:
+        name = str(operator)
+        if "." in name or not onnx.defs.has(name):
+            return False
+        schema = onnx.defs.get_schema(name)
+        return bool(schema.has_function or schema.has_context_dependent_function)
+
+
+def _apply_text(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    text = texts()[graph.operator(node)]
+    function = onnx.parser.parse_function(text)
+    attributes = {a.name: a for a in (*function.attribute_proto, *node.attribute)}
+    if builder.opset < (oldest := graph.opset(function)):
+        return Declined(f"its function needs opset {oldest}")
+    facts = _Facts(node, scope, function, attributes)
+    for condition, reason in re.findall(r"# needs ([^:\n]*): ([^\n]*)", text):
+        if not facts.holds(condition):
+            return Declined(reason)
+    lines = text.splitlines()
+    kept = [line for line in lines if " # if " not in line or facts.holds(line.split("# if ")[1])]
+    function = onnx.parser.parse_function("\n".join(kept))
+    operands = graph.operands(node, len(function.input))
+    renamed = dict(zip(function.input, operands, strict=True))
+    builder.copy(_bodies(function, attributes, renamed, scope, builder), renamed)
+    return [renamed.get(name, "") for name in function.output]
+
+
+class _Facts:
+    """What conditions ask about a node of ``function``."""
+
+    def __init__(
+        self,
+        node: onnx.NodeProto,
+        scope: Scope,
+        function: onnx.FunctionProto,
+        attributes: Mapping[str, AttributeProto],
+    ) -> None:
+        self._inputs = dict(zip(function.input, node.input, strict=False))
+        outputs = dict(zip(function.output, node.output, strict=False))
+        self._names = {name for name, value in (*self._inputs.items(), *outputs.items()) if value}
+        self._scope, self._attributes = scope, attributes
+
+    def holds(self, condition: str) -> bool:
+        return any(
+            all(map(self._term, terms.split(" and "))) for terms in condition.strip().split(" or ")
+        )
+
+    def _term(self, term: str) -> bool:
+        if term.startswith("not "):
+            return not self._term(term.removeprefix("not "))
+        name, relation, value = (*term.split(), "", "")[:3]
+        if relation == "=":
+            attribute = self._attributes.get(name)
+            known = None if attribute is None else helper.get_attribute_value(attribute)
+            return value == (known.decode() if isinstance(known, bytes) else f"{known}")
+        if relation == "has":
+            return f"{len(self._scope.sizes(self._inputs.get(name, '')) or ())}" == value
+        if relation == "is" and value in ("stored", "zero"):
+            values = self._scope.constant(self._inputs.get(name, ""))
+            if value == "zero" and name not in self._names:
+                return True
+            return values is not None and not (value == "zero" and values.any())
+        if relation == "is":
+            dtype = self._scope.dtype(self._inputs.get(name, ""))
+            return dtype is not None and (dtype.name == value or dtype.kind in _KINDS.get(value, ""))
+        return name in self._names or name in self._attributes
+
+
+def _bodies(
+    function: onnx.FunctionProto,
+    attributes: Mapping[str, AttributeProto],
+    inputs: Mapping[str, str],
+    scope: Scope,
+    builder: Builder,
+) -> Iterator[onnx.NodeProto]:
+    """The nodes of ``function`` with the ``attributes`` that they refer to, for the model's opset."""
+    constants: dict[str, Any] = {}
+    for node in map(copy_of, function.node):
+        own = [*node.attribute]
+        del node.attribute[:]
+        for attribute in own:
+            if not attribute.ref_attr_name:
+                node.attribute.append(attribute)
+            elif (value := attributes.get(attribute.ref_attr_name)) is not None:
+                new = node.attribute.add()
+                new.CopyFrom(value)
+                new.name = attribute.name
+        if (tensor := graph.constant_tensor(node)) is not None:
+            constants[node.output[0]] = graph.array_of(tensor)
+        like = scope.elem_type(inputs.get(node.input[1], "")) if node.op_type == "CastLike" else 0
+        if like:
+            node.op_type = "Cast"
+            del node.input[1:]
+            node.attribute.append(helper.make_attribute("to", like))
+        _lower(node, constants, builder.opset)
+        yield node
+
+
+_SECOND: Mapping[str, tuple[int, str]] = {
+    **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd"), (18, "axes")),
+    **dict.fromkeys(("ReduceL1", "ReduceL2", "ReduceSumSquare"), (18, "axes")),
+    **dict.fromkeys(("ReduceSum", "Squeeze", "Unsqueeze"), (13, "axes")),
+    "Split": (13, "split"),
+}
+"""Operators whose second input was an attribute before an opset."""
+
+
+def _lower(node: onnx.NodeProto, constants: Mapping[str, Any], opset: int) -> None:
+    """Give ``node`` the form of ``opset``."""
+    first, name = _SECOND.get(node.op_type, (0, ""))
+    if opset < first and len(node.input) > 1 and node.input[1] in constants:
+        values = [int(value) for value in np.ravel(constants[node.input[1]])]
+        node.attribute.append(helper.make_attribute(name, values))
+        del node.input[1:]
+
+
+def _inline(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    operator = node.op_type
+    types = {name: scope.types.get(name) for name in node.input if name}
+    for name in types:
+        if tensor := scope.stored.get(name):
+            types[name] = helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+    known = {name: type_ for name, type_ in types.items() if type_ is not None}
+    if missing := sorted(types.keys() - known.keys()):
+        return Declined(f"the type of {missing[0]!r} is not known")
+    alone = onnx.ModelProto(ir_version=builder.model.ir_version)
+    alone.opset_import.extend(builder.model.opset_import)
+    main = alone.graph
+    main.name = operator
+    main.node.append(_with_defaults(node, builder.opset))
+    main.input.extend(onnx.ValueInfoProto(name=name, type=known[name]) for name in known)
+    main.output.extend(onnx.ValueInfoProto(name=name) for name in node.output if name)
+    # The inliner looks up the types of missing operands too.
+    main.value_info.append(onnx.ValueInfoProto(name="", type=onnx.TypeProto()))
+    try:
+        inlined = onnx.inliner.inline_selected_functions(
+            alone, [("", operator)], inline_schema_functions=True
+        )
+    except RuntimeError as error:
+        # onnx cannot handle all models that ONNX Runtime opens.
+        return Declined(f"onnx does not inline it: {' '.join(str(error).split())}")
+    if any(new.op_type == operator for new in inlined.graph.node):
+        return Declined(f"opset {builder.opset} does not define it by other operators")
+    renamed: dict[str, str] = {}
+    builder.copy(inlined.graph.node, renamed)
+    return [renamed.get(name, "") for name in node.output]
+
+
+def _with_defaults(node: onnx.NodeProto, opset: int) -> onnx.NodeProto:
+    """A copy of ``node`` with all attributes that have a default, which the inliner does not look up."""
+    result = copy_of(node)
+    present = {attribute.name for attribute in node.attribute}
+    result.attribute.extend(
+        attribute.default_value
+        for name, attribute in onnx.defs.get_schema(node.op_type, opset).attributes.items()
+        if name not in present and attribute.default_value.type
+    )
+    while result.input and not result.input[-1]:
+        del result.input[-1]
+    return result
+
+
+apply_text = Rewrite("apply_text", _Texts(), _apply_text)
+"""Operators as their texts define them."""
+
+inline_function = Rewrite("inline_function", _Defined(), _inline)
+"""Functions of ONNX as the operators by which ONNX defines them."""

@@ -1,0 +1,88 @@
+"""Operators in the 32 bits that EPs compute in: integers of other widths, and float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import onnx
+from onnx import TensorProto
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewriting import Rewrite
+from hatch_epcontext.graph.scope import Scope
+
+_WIDER: Mapping[int, int] = {
+    **dict.fromkeys((TensorProto.INT8, TensorProto.UINT8), TensorProto.INT32),
+    **dict.fromkeys((TensorProto.INT16, TensorProto.UINT16), TensorProto.INT32),
+    # Their sums and products are the same modulo 2^32; values of 2^31 and more need 64 bits.
+    **dict.fromkeys((TensorProto.UINT32, TensorProto.UINT64), TensorProto.INT64),
+    **dict.fromkeys((TensorProto.DOUBLE, TensorProto.BFLOAT16), TensorProto.FLOAT),
+}
+"""The type in which values of each other one are computed; all but those of float64 and uint64 exactly."""
+
+_OF_BITS = frozenset({"BitCast", "BitShift", "BitwiseNot", "Cast", "CastLike", "If", "Loop", "Scan"})
+"""Operators whose results depend on the number of bits, or that have bodies."""
+
+_QUANTIZED = ("Quantize", "QLinear", "Integer")
+
+
+class _Typed:
+    """The operators of ONNX that may compute in 32 bits."""
+
+    def __contains__(self, operator: object) -> bool:
+        name = str(operator)
+        is_quantized = any(part in name for part in _QUANTIZED)
+        return "." not in name and name not in _OF_BITS and not is_quantized and bool(_schema(name))
+
+
+@functools.cache
+def _schema(name: str) -> onnx.defs.OpSchema | None:
+    return onnx.defs.get_schema(name) if onnx.defs.has(name) else None
+
+
+def _widen(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    types = [scope.elem_type(name) if name else None for name in (*node.input, *node.output)]
+    if not any(type_ in _WIDER for type_ in types):
+        return None
+    for name, type_ in zip(node.input, types, strict=False):
+        if name and type_ is None:
+            return Declined(f"the type of {name!r} is not known")
+    schema = onnx.defs.get_schema(node.op_type, builder.opset)
+    allowed = {rule.type_param_str: rule.allowed_type_strs for rule in schema.type_constraints}
+    wide: list[str] = []
+    for index, name in enumerate(node.input):
+        new = _WIDER.get(types[index] or 0) if name else None
+        formal = schema.inputs[min(index, len(schema.inputs) - 1)]
+        if new and _text(new) not in allowed.get(formal.type_str, [formal.type_str]):
+            return Declined(f"it takes no {graph.dtype_name(new)}")
+        wide.append(_cast(name, new, scope, builder) if new else name)
+    results = builder.add_like(node, node.op_type, wide)
+    for attribute in builder.nodes[-1].attribute:
+        if attribute.name in graph.TYPE_ATTRIBUTES and attribute.i in _WIDER:
+            attribute.i = _WIDER[attribute.i]
+    outputs = types[len(node.input) :]
+    return [
+        builder.add("Cast", result, to=type_) if type_ in _WIDER and result else result
+        for result, type_ in zip(results, outputs, strict=True)
+    ]
+
+
+def _text(elem_type: int) -> str:
+    return f"tensor({TensorProto.DataType.Name(elem_type).lower()})"
+
+
+def _cast(name: str, to: int, scope: Scope, builder: Builder) -> str:
+    """``name`` as the type ``to``; if it is that of a float32 in more bits, the float32."""
+    cast = builder.added.get(name) or scope.maker(name)
+    if to == TensorProto.FLOAT and cast is not None and cast.op_type == "Cast":
+        (value,) = cast.input
+        if value in builder.added or scope.elem_type(value) == to:
+            return value
+    return builder.add("Cast", name, to=to)
+
+
+compute_in_32_bits = Rewrite("compute_in_32_bits", _Typed(), _widen)
+"""An operator of integers of 8, 16 or 64 bits without sign, or of float64, between Casts."""
