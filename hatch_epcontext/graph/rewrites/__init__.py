@@ -22,7 +22,13 @@ from hatch_epcontext.graph.rewrites.decompositions import (
     tensor_scatter_as_where,
 )
 from hatch_epcontext.graph.rewrites.functions import apply_text, inline_function
-from hatch_epcontext.graph.rewrites.loops import unroll_loop
+from hatch_epcontext.graph.rewrites.loops import unroll_loop, unroll_scan
+from hatch_epcontext.graph.rewrites.matrices import (
+    col2im_as_matmul,
+    dft_as_matmul,
+    resize_as_matmul,
+)
+from hatch_epcontext.graph.rewrites.pools import pool_as_slices
 from hatch_epcontext.graph.rewrites.recurrent import drop_default_activations, unroll_recurrent
 from hatch_epcontext.graph.rewrites.widths import compute_in_32_bits
 from hatch_epcontext.graph.rewriting import Rewrite
@@ -44,12 +50,16 @@ REWRITES: tuple[Rewrite, ...] = (
     erf_as_tanh,
     clip_as_max_min,
     cast_as_dequantize,
+    pool_as_slices,
+    resize_as_matmul,
+    dft_as_matmul,
+    col2im_as_matmul,
     apply_text,
     inline_function,
 )
 """All but `UNROLLS`, in the order in which they are applied: later ones may replace what earlier ones add."""
 
-UNROLLS: tuple[Rewrite, ...] = (unroll_recurrent, unroll_loop)
+UNROLLS: tuple[Rewrite, ...] = (unroll_recurrent, unroll_loop, unroll_scan)
 """Those of nodes that repeat a known number of times, in the order in which they are applied.
 
 The number must be constant, and the needed shapes known. ONNX Runtime's basic optimization folds constants in

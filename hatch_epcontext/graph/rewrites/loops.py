@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
@@ -14,6 +14,10 @@ from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
+
+
+_SCANS_WITHOUT_BATCH = 9
+"""The opset from which Scan has no batches and lengths."""
 
 
 @rewrites("Loop")
@@ -31,6 +35,68 @@ def unroll_loop(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
         return Declined("it has no iteration, and its results are empty") if has_scans else states
     if builder.limit is not None and trips > builder.limit:
         raise TooManyNodesError(builder.limit)
+    true = builder.store(_filled(body, 1, True))
+
+    def inputs(trip: int) -> tuple[list[str], list[str]]:
+        return [builder.store(_filled(body, 0, trip)), true], []
+
+    # The first output is the condition to continue.
+    states, scans = _copies(body, builder, trips, states, inputs)
+    return [*states, *(builder.stack(values, 0) for values in scans)]
+
+
+@rewrites("Scan")
+def unroll_scan(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Copies of the body, each of which reads one item of the scanned values. Raises TooManyNodesError."""
+    body, number = graph.attribute(node, "body", None), graph.number(node, "num_scan_inputs", 0)
+    if not isinstance(body, onnx.GraphProto) or body.sparse_initializer or not number:
+        return Declined("its body is missing, or has sparse tensors, or it scans nothing")
+    if builder.opset < _SCANS_WITHOUT_BATCH:
+        return Declined(f"it is that of opset {builder.opset}, which has batches")
+    states, scanned = [*node.input[:-number]], node.input[-number:]
+    shapes = [scope.shape(name) for name in scanned]
+    results = len(body.output) - len(states)
+    axes, backward = (
+        graph.attribute(node, f"scan_input_{name}", [0] * number) for name in ("axes", "directions")
+    )
+    result_axes, result_backward = (
+        graph.attribute(node, f"scan_output_{name}", [0] * results) for name in ("axes", "directions")
+    )
+    if not shapes[0]:
+        return Declined(f"the shape of {scanned[0]!r} is not fixed")
+    trips = shapes[0][axes[0]]
+    if builder.limit is not None and trips > builder.limit:
+        raise TooManyNodesError(builder.limit)
+
+    def items(trip: int) -> tuple[list[str], list[str]]:
+        return [], [
+            builder.item(name, axis, trips - 1 - trip if is_backward else trip)
+            for name, axis, is_backward in zip(scanned, axes, backward, strict=True)
+        ]
+
+    states, scans = _copies(body, builder, trips, states, items, first=0)
+    return [
+        *states,
+        *(
+            builder.stack(values[::-1] if is_backward else values, axis)
+            for values, axis, is_backward in zip(scans, result_axes, result_backward, strict=True)
+        ),
+    ]
+
+
+def _copies(
+    body: onnx.GraphProto,
+    builder: Builder,
+    trips: int,
+    states: list[str],
+    inputs: Callable[[int], tuple[list[str], list[str]]],
+    *,
+    first: int = 1,
+) -> tuple[list[str], list[list[str]]]:
+    """Add a copy of ``body`` for each iteration; returns the last states, and the values of each other result.
+
+    ``inputs``: those of an iteration, before and after the states. ``first``: the first output that counts.
+    """
     names = [value.name for value in body.input]
     outer: dict[str, str] = {}
     builder.store_all(body, outer)
@@ -43,17 +109,15 @@ def unroll_loop(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
         else:
             # It is the same in all iterations.
             builder.copy([inner], outer)
-    true = builder.store(_filled(body, 1, True))
     count, scans = len(states), list[list[str]]()
     for trip in range(trips):
-        inputs = [builder.store(_filled(body, 0, trip)), true, *states]
-        renamed = outer | dict(zip(names, inputs, strict=True))
+        before, after = inputs(trip)
+        renamed = outer | dict(zip(names, (*before, *states, *after), strict=True))
         builder.copy(varying, renamed, f"/{trip}")
-        # The first output is the condition to continue.
-        outputs = [renamed.get(value.name, value.name) for value in body.output[1:]]
+        outputs = [renamed.get(value.name, value.name) for value in body.output[first:]]
         states = outputs[:count]
         scans.append(outputs[count:])
-    return [*states, *(builder.stack(values, 0) for values in zip(*scans, strict=True))]
+    return states, [[*values] for values in zip(*scans, strict=True)]
 
 
 def _trip_count(

@@ -1,0 +1,264 @@
+"""What is linear with fixed sizes as products with stored matrices: Resize, DFT and Col2Im."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.dtypes import Numbers
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewriting import rewrites
+from hatch_epcontext.graph.scope import Scope
+
+_MAX_VALUES = 2**24
+"""The most values of a matrix: 64 MB."""
+
+
+@dataclass(frozen=True)
+class _Resized:
+    """A Resize along one axis: ``size`` values become ``result``; ``start`` and ``end`` are the region's."""
+
+    node: onnx.NodeProto
+    size: int
+    result: int
+    scale: float
+    start: float
+    end: float
+
+    @property
+    def positions(self) -> Numbers:
+        """The place of each result in the source."""
+        at, last = np.arange(self.result, dtype=np.float64), self.size - 1
+        mode = graph.text(self.node, "coordinate_transformation_mode") or "half_pixel"
+        if mode == "asymmetric" or self.node.op_type == "Upsample":
+            return at / self.scale
+        if mode == "align_corners":
+            return at * (last / (self.result - 1) if self.result > 1 else 0)
+        if mode == "tf_crop_and_resize":
+            if self.result == 1:
+                return np.array([0.5 * (self.start + self.end) * last])
+            return self.start * last + at * (self.end - self.start) * last / (self.result - 1)
+        if mode == "pytorch_half_pixel" and self.result == 1:
+            return np.zeros(1)
+        shift = 0.0
+        if mode == "half_pixel_symmetric":
+            shift = self.size / 2 * (1 - self.result / (self.scale * self.size))
+        return shift + (at + 0.5) / self.scale - 0.5
+
+    @property
+    def is_outside(self) -> Numbers:
+        """Whether each result is that of no place in the source."""
+        mode = graph.text(self.node, "coordinate_transformation_mode")
+        positions = self.positions
+        outside = (positions < 0) | (positions > self.size - 1)
+        return outside if mode == "tf_crop_and_resize" else np.zeros_like(outside)
+
+    @property
+    def nearest(self) -> Numbers:
+        """The number of the source's value for each result."""
+        mode, positions = graph.text(self.node, "nearest_mode"), self.positions
+        rounded = {
+            "floor": np.floor(positions),
+            "ceil": np.ceil(positions),
+            "round_prefer_ceil": np.floor(positions + 0.5),
+        }.get(mode, np.ceil(positions - 0.5))
+        if self.node.op_type == "Upsample" or builder_is_old(self.node):
+            rounded = np.floor(positions)
+        return rounded.clip(0, self.size - 1).astype(np.int64)
+
+    def matrix(self) -> Numbers:
+        """The weights of the source's values (columns) for each result (rows)."""
+        is_cubic = graph.text(self.node, "mode") == "cubic"
+        antialias = bool(graph.number(self.node, "antialias", 0))
+        a = graph.attribute(self.node, "cubic_coeff_a", -0.75)
+        narrow = min(self.scale, 1.0) if antialias else 1.0
+        reach = math.ceil((2 if is_cubic else 1) / narrow) + 1
+        excludes = bool(graph.number(self.node, "exclude_outside", 0))
+        result = np.zeros((self.result, self.size))
+        for row, position in enumerate(self.positions):
+            columns = np.arange(math.floor(position) - reach, math.floor(position) + reach + 1)
+            distance = np.abs(columns - position) * narrow
+            weights = _cubic(distance, a) if is_cubic else np.clip(1 - distance, 0, None)
+            if excludes:
+                weights[(columns < 0) | (columns >= self.size)] = 0
+                weights /= weights.sum()
+            elif antialias:
+                weights /= weights.sum()
+            np.add.at(result[row], columns.clip(0, self.size - 1), weights)
+        result[self.is_outside] = 0
+        return result
+
+
+def builder_is_old(node: onnx.NodeProto) -> bool:
+    """Whether ``node`` is a Resize of opset 10, which has two inputs and rounds down."""
+    return len(node.input) == 2
+
+
+def _cubic(distance: Numbers, a: float) -> Numbers:
+    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
+    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+    return np.where(distance < 1, near, np.where(distance < 2, far, 0.0))
+
+
+@rewrites("Resize", "Upsample")
+def resize_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Resize as a product with a matrix for each axis, or as Gathers of the nearest values."""
+    value = node.input[0]
+    shape, result = scope.shape(value), scope.shape(node.output[0])
+    if shape is None or result is None:
+        return Declined("a shape is not fixed")
+    parts = _resized_axes(node, shape, result, scope)
+    if parts is None:
+        return Declined("its scales or its region are computed")
+    is_nearest = (graph.text(node, "mode") or "nearest") == "nearest"
+    if not is_nearest and builder.dtype.kind != "f":
+        return Declined(f"it resizes {builder.dtype}")
+    sizes = [*shape]
+    outside = np.zeros(result, bool)
+    for axis, part in parts.items():
+        wide = [1] * len(shape)
+        wide[axis] = part.result
+        outside |= part.is_outside.reshape(wide)
+        if is_nearest:
+            value = builder.add("Gather", value, builder.store(part.nearest), axis=axis)
+        elif part.result * part.size > _MAX_VALUES:
+            return Declined(f"its matrix has {part.result * part.size:,} values")
+        else:
+            matrix = part.matrix().astype(builder.dtype)
+            value = _times(builder.store(matrix), value, sizes, axis, part.result, builder)
+        sizes[axis] = part.result
+    if outside.any():
+        filler = builder.number(graph.attribute(node, "extrapolation_value", 0.0))
+        value = builder.add("Where", builder.store(outside), filler, value)
+    return [value]
+
+
+def _resized_axes(
+    node: onnx.NodeProto, shape: Sequence[int], result: Sequence[int], scope: Scope
+) -> Mapping[int, _Resized] | None:
+    """Each axis that a Resize changes."""
+    rank = len(shape)
+    axes = [axis % rank for axis in graph.attribute(node, "axes", range(rank))]
+    is_old = builder_is_old(node)
+    roi, scales, given = ("", node.input[1], "") if is_old else graph.operands(node, 4)[1:]
+    regions, factors, wanted = (scope.constant(name) if name else None for name in (roi, scales, given))
+    if scales and factors is None or given and wanted is None:
+        return None
+    is_crop = graph.text(node, "coordinate_transformation_mode") == "tf_crop_and_resize"
+    if is_crop and regions is None:
+        return None
+    policy = graph.text(node, "keep_aspect_ratio_policy")
+    common = None
+    if wanted is not None and wanted.size and policy in ("not_larger", "not_smaller"):
+        ratios = [wanted[index] / shape[axis] for index, axis in enumerate(axes)]
+        common = min(ratios) if policy == "not_larger" else max(ratios)
+    parts = {}
+    for index, axis in enumerate(axes):
+        scale = result[axis] / shape[axis]
+        if factors is not None and factors.size:
+            scale = float(factors[index])
+        start, end = (0.0, 1.0)
+        if is_crop and regions is not None:
+            start, end = float(regions[index]), float(regions[index + len(axes)])
+        part = _Resized(node, shape[axis], result[axis], common or scale, start, end)
+        if scale != 1 or part.result != part.size or (start, end) != (0.0, 1.0):
+            parts[axis] = part
+    return parts
+
+
+def _times(
+    matrix: str, value: str, shape: Sequence[int], axis: int, result: int, builder: Builder
+) -> str:
+    """The product of ``matrix`` and ``value`` along ``axis``, which gets the size ``result``."""
+    before, after = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+    value = builder.reshape(value, [before, shape[axis], after])
+    value = builder.add("MatMul", matrix, value)
+    return builder.reshape(value, [*shape[:axis], result, *shape[axis + 1 :]])
+
+
+@rewrites("DFT")
+def dft_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A discrete Fourier transform as a product with sines and cosines."""
+    value, length_name, axis_name = graph.operands(node, 3)
+    shape, result = scope.shape(value), scope.shape(node.output[0])
+    length = scope.constant(length_name) if length_name else None
+    axis = scope.constant(axis_name) if axis_name else None
+    if shape is None or result is None or (length_name and length is None) or (axis_name and axis is None):
+        return Declined("a shape, its length or its axis is not fixed")
+    rank, default = len(shape), graph.number(node, "axis", 1) if builder.opset < 20 else -2
+    at = int(default if axis is None else axis.item()) % rank
+    inverse, onesided = (bool(graph.number(node, name, 0)) for name in ("inverse", "onesided"))
+    size, parts = shape[at], shape[-1]
+    count = int(length.item()) if length is not None else size
+    if inverse and onesided and length is None:
+        count = 2 * (size - 1)
+    matrix = _fourier(size, parts, count, result[at], result[-1], inverse=inverse, onesided=onesided)
+    if matrix.size > _MAX_VALUES:
+        return Declined(f"its matrix has {matrix.size:,} values")
+    order = [*(axis for axis in range(rank) if axis not in (at, rank - 1)), at, rank - 1]
+    value = builder.transpose(value, order) if order != [*range(rank)] else value
+    rows = math.prod(shape[index] for index in order[:-2])
+    value = builder.reshape(value, [rows, size * parts])
+    value = builder.add("MatMul", value, builder.store(matrix.astype(builder.dtype)))
+    value = builder.reshape(value, [*(shape[axis] for axis in order[:-2]), result[at], result[-1]])
+    back = [order.index(axis) for axis in range(rank)]
+    return [builder.transpose(value, back) if back != [*range(rank)] else value]
+
+
+def _fourier(
+    size: int, parts: int, count: int, rows: int, results: int, *, inverse: bool, onesided: bool
+) -> Numbers:
+    """The matrix from ``size`` values of ``parts`` (1: real) to ``rows`` values of ``results`` parts."""
+    matrix = np.zeros((size, parts, rows, results))
+    for source, part in itertools.product(range(min(size, count)), range(parts)):
+        line = np.zeros(size if inverse and onesided else count, complex)
+        line[source] = 1j if part else 1
+        if inverse and onesided:
+            values = np.fft.irfft(line, count).astype(complex)
+        else:
+            values = np.fft.ifft(line) if inverse else np.fft.fft(line)
+        matrix[source, part, :, 0] = values.real[:rows]
+        if results > 1:
+            matrix[source, part, :, 1] = values.imag[:rows]
+    return matrix.reshape(size * parts, rows * results)
+
+
+@rewrites("Col2Im")
+def col2im_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The sums of overlapping blocks as a product with zeros and ones."""
+    value = node.input[0]
+    shape, result = scope.shape(value), scope.shape(node.output[0])
+    image, block = (scope.constant(name) for name in node.input[1:3])
+    if shape is None or result is None or image is None or block is None:
+        return Declined("a shape is not fixed")
+    count = image.size
+    strides = graph.attribute(node, "strides", [1] * count)
+    dilations = graph.attribute(node, "dilations", [1] * count)
+    pads = graph.attribute(node, "pads", [0] * 2 * count)
+    columns = math.prod(block) * shape[2]
+    if columns * math.prod(image) > _MAX_VALUES:
+        return Declined(f"its matrix has {columns * math.prod(image):,} values")
+    starts = [
+        range(
+            -pads[axis],
+            int(image[axis]) + pads[axis + count] - dilations[axis] * (int(block[axis]) - 1),
+            strides[axis],
+        )
+        for axis in range(count)
+    ]
+    matrix = np.zeros((columns, *map(int, image)))
+    places = itertools.product(itertools.product(*map(range, map(int, block))), itertools.product(*starts))
+    for row, (offset, start) in enumerate(places):
+        at = tuple(s + o * d for s, o, d in zip(start, offset, dilations, strict=True))
+        if all(0 <= index < size for index, size in zip(at, image, strict=True)):
+            matrix[(row, *at)] = 1
+    value = builder.reshape(value, [result[0] * result[1], columns])
+    stored = builder.store(matrix.reshape(columns, -1).astype(builder.dtype))
+    return [builder.reshape(builder.add("MatMul", value, stored), result)]

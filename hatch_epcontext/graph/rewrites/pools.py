@@ -1,0 +1,191 @@
+"""Pools of any kernel as the largest, or the sum, of slices along one axis after the other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.dtypes import Array
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewriting import rewrites
+from hatch_epcontext.graph.scope import Scope
+
+_MAX_SLICES = 256
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A pool along one axis: ``result`` windows of ``kernel`` values, in ``size`` values with padding."""
+
+    axis: int
+    size: int
+    result: int
+    kernel: int
+    stride: int
+    dilation: int
+    before: int
+    after: int
+
+    def of(self, offset: int) -> slice:
+        """The values at ``offset`` of all windows."""
+        start = offset * self.dilation
+        return slice(start, start + (self.result - 1) * self.stride + 1, self.stride)
+
+    @property
+    def total(self) -> int:
+        """The values that the windows cover, with padding, and what is beyond it in the last window."""
+        last = (self.result - 1) * self.stride + (self.kernel - 1) * self.dilation + 1
+        return max(last, self.before + self.size + self.after)
+
+    def counts(self, *, padding: bool) -> Array:
+        """How many values each window has, with or without those of the padding."""
+        present = np.zeros(self.total)
+        first, last = (0, self.before + self.size + self.after)
+        if not padding:
+            first, last = self.before, self.before + self.size
+        present[first:last] = 1
+        return np.sum([present[self.of(offset)] for offset in range(self.kernel)], axis=0)
+
+
+@rewrites("AveragePool", "LpPool", "MaxPool")
+def pool_as_slices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A pool as the largest or the sum of slices."""
+    (value,) = node.input
+    shape, result = scope.shape(value), scope.shape(node.output[0])
+    if shape is None or result is None:
+        return Declined("a shape is not fixed")
+    if builder.dtype.kind != "f" or builder.opset < 10:
+        return Declined(f"it pools {builder.dtype} of opset {builder.opset}")
+    windows = _windows(node, shape, result)
+    if len(node.output) > 1 and node.output[1]:
+        return _with_indices(node, value, shape, windows, builder)
+    if sum(window.kernel for window in windows) > _MAX_SLICES:
+        return Declined("its kernel is large")
+    if node.op_type == "MaxPool":
+        return [_pooled("Max", value, shape, windows, float(np.finfo(builder.dtype).min), builder)]
+    power = graph.number(node, "p", 2)
+    if node.op_type == "LpPool":
+        value = builder.add("Abs", value)
+        value = builder.add("Pow", value, builder.number(power)) if power != 1 else value
+    value = _pooled("Add", value, shape, windows, 0.0, builder)
+    if node.op_type == "LpPool":
+        return [builder.add("Pow", value, builder.number(1 / power)) if power != 1 else value]
+    padding = bool(graph.number(node, "count_include_pad", 0))
+    counts = np.ones(1)
+    for window in windows:
+        counts = np.multiply.outer(counts, window.counts(padding=padding))
+    return [builder.add("Mul", value, builder.store((1 / counts).astype(builder.dtype)))]
+
+
+def _windows(
+    node: onnx.NodeProto, shape: Sequence[int], result: Sequence[int]
+) -> tuple[_Window, ...]:
+    count = len(shape) - 2
+    kernel = graph.attribute(node, "kernel_shape", [])
+    strides = graph.attribute(node, "strides", [1] * count)
+    dilations = graph.attribute(node, "dilations", [1] * count)
+    pads = [*graph.attribute(node, "pads", [0] * 2 * count)]
+    auto = graph.text(node, "auto_pad")
+    for index in range(count):
+        covered = (result[index + 2] - 1) * strides[index] + (kernel[index] - 1) * dilations[index] + 1
+        padding = max(0, covered - shape[index + 2])
+        if auto == "SAME_UPPER":
+            pads[index], pads[count + index] = padding // 2, padding - padding // 2
+        elif auto == "SAME_LOWER":
+            pads[index], pads[count + index] = padding - padding // 2, padding // 2
+    return tuple(
+        _Window(
+            index + 2, shape[index + 2], result[index + 2], kernel[index], strides[index],
+            dilations[index], pads[index], pads[count + index],
+        )
+        for index in range(count)
+    )  # fmt: skip
+
+
+def _padded(
+    value: str, shape: list[int], windows: Sequence[_Window], filler: float, builder: Builder
+) -> str:
+    for window in windows:
+        after = window.total - window.before - window.size
+        parts = []
+        for amount, part in ((window.before, ""), (0, value), (after, "")):
+            sizes = [*shape]
+            sizes[window.axis] = amount
+            if part or amount:
+                filled = np.full(sizes, filler, builder.dtype)
+                parts.append(part or builder.store(filled))
+        value = builder.concat(parts, window.axis)
+        shape[window.axis] = window.total
+    return value
+
+
+def _sliced(
+    value: str, windows: Sequence[_Window], offsets: Sequence[int], builder: Builder
+) -> str:
+    slices = [window.of(offset) for window, offset in zip(windows, offsets, strict=True)]
+    operands = (
+        [part.start for part in slices],
+        [part.stop for part in slices],
+        [window.axis for window in windows],
+        [part.step for part in slices],
+    )
+    return builder.add("Slice", value, *map(builder.integers, operands))
+
+
+def _pooled(
+    op: str,
+    value: str,
+    shape: Sequence[int],
+    windows: Sequence[_Window],
+    filler: float,
+    builder: Builder,
+) -> str:
+    """``op`` of all values of each window."""
+    sizes = [*shape]
+    for window in windows:
+        value = _padded(value, sizes, [window], filler, builder)
+        parts = [_sliced(value, [window], [offset], builder) for offset in range(window.kernel)]
+        sizes[window.axis] = window.result
+        while len(parts) > 1:
+            pairs = itertools.zip_longest(parts[::2], parts[1::2])
+            parts = [builder.add(op, *pair) if pair[1] else pair[0] for pair in pairs]
+        (value,) = parts
+    return value
+
+
+def _with_indices(
+    node: onnx.NodeProto,
+    value: str,
+    shape: Sequence[int],
+    windows: Sequence[_Window],
+    builder: Builder,
+) -> Outputs:
+    """The largest values, and their numbers in the whole tensor."""
+    if math.prod(window.kernel for window in windows) > _MAX_SLICES:
+        return Declined("its kernel is large")
+    spatial = np.arange(math.prod(shape[2:]))
+    order = "F" if graph.number(node, "storage_order", 0) else "C"
+    numbers = np.arange(math.prod(shape[:2])).reshape(*shape[:2], *[1] * len(windows)) * spatial.size
+    numbers = numbers + spatial.reshape(shape[2:], order=order)
+    pads = [(window.before, window.total - window.before - window.size) for window in windows]
+    numbers = np.pad(numbers, [(0, 0), (0, 0), *pads]).astype(np.int64)
+    padded = _padded(value, [*shape], windows, float(np.finfo(builder.dtype).min), builder)
+    largest = index = ""
+    for offsets in itertools.product(*(range(window.kernel) for window in windows)):
+        part = _sliced(padded, windows, offsets, builder)
+        slices = [window.of(offset) for window, offset in zip(windows, offsets, strict=True)]
+        own = builder.store(numbers[(slice(None), slice(None), *slices)])
+        if largest:
+            is_larger = builder.add("Greater", part, largest)
+            index = builder.add("Where", is_larger, own, index)
+            largest = builder.add("Max", part, largest)
+        else:
+            largest, index = part, own
+    return [largest, index]
