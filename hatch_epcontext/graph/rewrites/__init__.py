@@ -5,6 +5,7 @@ Each replaces nodes by others that compute the same, and is applied only where a
 
 from __future__ import annotations
 
+from hatch_epcontext.graph.rewrites.bits import join_bits, shift_as_product
 from hatch_epcontext.graph.rewrites.branches import if_as_where
 from hatch_epcontext.graph.rewrites.decompositions import (
     batch_matmul_nbits,
@@ -16,12 +17,18 @@ from hatch_epcontext.graph.rewrites.decompositions import (
     decompose_reduction,
     decompose_softplus,
     erf_as_tanh,
-    reverse_sequence_as_gather,
     scatter_as_matmul,
     slice_as_gather,
-    tensor_scatter_as_where,
 )
 from hatch_epcontext.graph.rewrites.functions import apply_text, inline_function
+from hatch_epcontext.graph.rewrites.indexing import (
+    drop_single,
+    eye_as_constant,
+    one_hot_as_where,
+    pad_as_concat,
+    reverse_sequence_as_gather,
+    tensor_scatter_as_where,
+)
 from hatch_epcontext.graph.rewrites.loops import unroll_loop, unroll_scan
 from hatch_epcontext.graph.rewrites.matrices import (
     col2im_as_matmul,
@@ -29,6 +36,12 @@ from hatch_epcontext.graph.rewrites.matrices import (
     resize_as_matmul,
 )
 from hatch_epcontext.graph.rewrites.pools import pool_as_slices
+from hatch_epcontext.graph.rewrites.products import (
+    cumulate_as_products,
+    det_as_products,
+    einsum_as_matmul,
+    reduce_as_products,
+)
 from hatch_epcontext.graph.rewrites.recurrent import drop_default_activations, unroll_recurrent
 from hatch_epcontext.graph.rewrites.widths import compute_in_32_bits
 from hatch_epcontext.graph.rewriting import Rewrite
@@ -50,6 +63,16 @@ REWRITES: tuple[Rewrite, ...] = (
     erf_as_tanh,
     clip_as_max_min,
     cast_as_dequantize,
+    join_bits,
+    shift_as_product,
+    pad_as_concat,
+    one_hot_as_where,
+    eye_as_constant,
+    drop_single,
+    einsum_as_matmul,
+    reduce_as_products,
+    cumulate_as_products,
+    det_as_products,
     pool_as_slices,
     resize_as_matmul,
     dft_as_matmul,

@@ -183,23 +183,6 @@ def cast_as_dequantize(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     return [builder.add("DequantizeLinear", value, scale, zero, domain=graph.MICROSOFT)]
 
 
-@rewrites("ReverseSequence")
-def reverse_sequence_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The ReverseSequence of stored lengths that are the same for all."""
-    value, lengths = node.input[0], scope.constant(node.input[1])
-    shape = scope.shape(value)
-    if lengths is None or not lengths.size:
-        return Declined("its lengths are computed")
-    if (lengths != lengths[0]).any():
-        return Declined("its lengths differ")
-    if shape is None:
-        return Declined(f"the shape of {value!r} is not fixed")
-    axis = graph.number(node, "time_axis", 0) % len(shape)
-    length = int(lengths[0])
-    indices = np.arange(shape[axis], dtype=np.int64)
-    indices[:length] = indices[:length][::-1]
-    return [builder.add("Gather", value, builder.store(indices), axis=axis)]
-
 
 @rewrites("Slice")
 def slice_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -268,21 +251,3 @@ def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
     if start is not None and (start == _NEUTRAL[kind]).all():
         return [result]
     return [builder.add(kind.capitalize(), data, result)]
-
-
-@rewrites("TensorScatter")
-def tensor_scatter_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A row of a cache of fixed size that is replaced at a computed place, as language models write it."""
-    cache, update, starts = graph.operands(node, 3)
-    shape, rows, dtype = scope.shape(cache), scope.shape(update), scope.dtype(starts)
-    if shape is None or rows is None or dtype is None:
-        return Declined("a shape or the place is not known")
-    axis = graph.number(node, "axis", -2) % len(shape)
-    if rows[axis] != 1:
-        return Declined(f"it writes {rows[axis]} rows")
-    place = builder.reshape(starts, [-1, *[1] * (len(shape) - 1)])
-    if graph.text(node, "mode") == "circular":
-        place = builder.add("Mod", place, builder.store(np.array(shape[axis], dtype)))
-    numbers = np.arange(shape[axis], dtype=dtype).reshape(-1, *[1] * (len(shape) - axis - 1))
-    hit = builder.add("Equal", place, builder.store(numbers))
-    return [builder.add("Where", hit, update, cache)]

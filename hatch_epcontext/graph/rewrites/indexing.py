@@ -1,0 +1,153 @@
+"""Operators whose indices follow from sizes: Pad, OneHot, ReverseSequence, and rows of a cache."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewriting import rewrites
+from hatch_epcontext.graph.scope import Scope
+
+_MAX_VALUES = 2**24
+"""The most values of a mask or a filler: 16 MB."""
+
+
+@rewrites("Pad")
+def pad_as_concat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Pad as a Concat with stored values, or as a Gather of repeated ones."""
+    value, pads_name, filler_name, axes_name = graph.operands(node, 4)
+    shape, dtype = scope.shape(value), scope.dtype(value)
+    pads = np.array(graph.attribute(node, "pads", [])) if not pads_name else scope.constant(pads_name)
+    axes = scope.constant(axes_name) if axes_name else np.arange(len(shape or ()))
+    if shape is None or dtype is None or pads is None or axes is None:
+        return Declined("a shape, its pads or its axes are not fixed")
+    mode = graph.text(node, "mode") or "constant"
+    filler = np.array(graph.attribute(node, "value", 0.0), dtype)
+    stored = scope.constant(filler_name) if filler_name else filler
+    sizes = [*shape]
+    for index, axis in enumerate(int(axis) % len(shape) for axis in axes):
+        before, after = int(pads[index]), int(pads[index + axes.size])
+        if (before, after) == (0, 0):
+            continue
+        numbers = np.arange(sizes[axis])
+        if mode != "constant":
+            numbers = np.pad(numbers, (max(before, 0), max(after, 0)), mode)  # type: ignore[call-overload]
+        numbers = numbers[max(-before, 0) : numbers.size - max(-after, 0)]
+        if not np.array_equal(numbers, np.arange(sizes[axis])):
+            value = builder.add("Gather", value, builder.store(numbers), axis=axis)
+        sizes[axis] = numbers.size
+        parts = []
+        for amount, part in ((before, ""), (0, value), (after, "")):
+            block = [*sizes[:axis], amount, *sizes[axis + 1 :]]
+            if part:
+                parts.append(part)
+            elif amount > 0 and mode == "constant":
+                if math.prod(block) > _MAX_VALUES:
+                    return Declined(f"it adds {math.prod(block):,} values")
+                if stored is None:
+                    parts.append(builder.add("Expand", filler_name, builder.integers(block)))
+                else:
+                    parts.append(builder.store(np.full(block, stored.item(), dtype)))
+                sizes[axis] += amount
+        value = builder.concat(parts, axis)
+    return [value]
+
+
+@rewrites("OneHot")
+def one_hot_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The comparison of indices with all numbers up to a stored depth."""
+    indices, depth_name, values = node.input
+    shape, depth = scope.shape(indices), scope.constant(depth_name)
+    if shape is None or depth is None:
+        return Declined("its depth or its shape is not fixed")
+    size, axis = int(depth.item()), graph.number(node, "axis", -1) % (len(shape) + 1)
+    index = builder.add("Cast", indices, to=TensorProto.INT32)
+    wrapped = builder.add("Add", index, builder.store(np.int32(size)))
+    is_negative = builder.add("Less", index, builder.store(np.int32(0)))
+    index = builder.add("Where", is_negative, wrapped, index)
+    index = builder.reshape(index, [*shape[:axis], 1, *shape[axis:]])
+    numbers = np.arange(size, dtype=np.int32).reshape(-1, *[1] * (len(shape) - axis))
+    hit = builder.add("Equal", index, builder.store(numbers))
+    off, on = (builder.item(values, 0, number) for number in (0, 1))
+    return [builder.add("Where", hit, on, off)]
+
+
+@rewrites("ReverseSequence")
+def reverse_sequence_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The rows of all sequences, gathered by their numbers."""
+    value, lengths_name = node.input
+    lengths, shape = scope.constant(lengths_name), scope.shape(value)
+    if shape is None:
+        return Declined(f"the shape of {value!r} is not fixed")
+    time, batch = graph.number(node, "time_axis", 0) % 2, graph.number(node, "batch_axis", 1) % 2
+    steps, count = shape[time], shape[batch]
+    rows = np.arange(steps, dtype=np.int64).reshape(-1, 1)
+    offsets = np.arange(count, dtype=np.int64) * (1 if time == 0 else steps)
+    factor = count if time == 0 else 1
+    if lengths is not None:
+        numbers = np.where(rows < lengths, lengths - 1 - rows, rows) * factor + offsets
+        numbers = numbers if time == 0 else numbers.T
+        index = builder.store(np.ascontiguousarray(numbers).reshape(-1).astype(np.int64))
+    else:
+        stored = builder.store(rows)
+        last = builder.add("Sub", lengths_name, builder.store(np.int64(1)))
+        inside = builder.add("Less", stored, lengths_name)
+        number = builder.add("Where", inside, builder.add("Sub", last, stored), stored)
+        number = builder.add("Mul", number, builder.store(np.int64(factor)))
+        number = builder.add("Add", number, builder.store(offsets))
+        number = number if time == 0 else builder.transpose(number, [1, 0])
+        index = builder.reshape(number, [-1])
+    flat = builder.reshape(value, [steps * count, math.prod(shape[2:])])
+    return [builder.reshape(builder.add("Gather", flat, index, axis=0), shape)]
+
+
+@rewrites("TensorScatter")
+def tensor_scatter_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Rows of a cache of fixed size that are replaced from a computed one on, as language models write it."""
+    cache, update, starts = graph.operands(node, 3)
+    shape, rows = scope.shape(cache), scope.shape(update)
+    dtype = scope.dtype(starts) if starts else np.dtype(np.int64)
+    if shape is None or rows is None or dtype is None:
+        return Declined("a shape or the first row is not known")
+    rank, axis = len(shape), graph.number(node, "axis", -2) % len(shape)
+    size, length = shape[axis], rows[axis]
+    if starts:
+        first = builder.reshape(starts, [-1, *[1] * (rank - 1)])
+    else:
+        first = builder.store(np.zeros([1] * rank, np.int64))
+    numbers = np.arange(size, dtype=dtype).reshape(-1, *[1] * (rank - axis - 1))
+    if length > 1:
+        # The last dimension is that of the rows of ``update``.
+        if axis != rank - 2 or builder.dtype.kind != "f" or size * length > _MAX_VALUES:
+            return Declined(f"it writes {length} rows that are no matrices of floats")
+        first = builder.add("Add", first, builder.store(np.arange(length, dtype=dtype)))
+    if graph.text(node, "mode") == "circular":
+        first = builder.add("Mod", first, builder.store(np.array(size, dtype)))
+    hit = builder.add("Equal", first, builder.store(numbers))
+    if length > 1:
+        ones = builder.add("Cast", hit, to=scope.elem_type(cache))
+        update = builder.add("MatMul", ones, update)
+        hit = builder.reduced("ReduceMax", ones, [rank - 1], keepdims=1)
+        hit = builder.add("Cast", hit, to=TensorProto.BOOL)
+    return [builder.add("Where", hit, update, cache)]
+
+
+@rewrites("EyeLike")
+def eye_as_constant(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Ones on a diagonal, whose number follows from the shape."""
+    shape, dtype = scope.shape(node.input[0]), scope.dtype(node.output[0])
+    if shape is None or dtype is None:
+        return Declined("its shape or its type is not known")
+    return [builder.store(np.eye(*shape, graph.number(node, "k", 0), dtype))]
+
+
+@rewrites("Max", "Mean", "Min", "Sum")
+def drop_single(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The largest, or the sum, of one value: itself."""
+    return list(node.input) if len(node.input) == 1 else None
