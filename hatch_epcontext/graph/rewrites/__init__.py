@@ -77,8 +77,9 @@ REWRITES: tuple[Rewrite, ...] = (
     resize_as_matmul,
     dft_as_matmul,
     col2im_as_matmul,
-    apply_text,
+    # Before texts, which may use functions that the EP has.
     inline_function,
+    apply_text,
 )
 """All but `UNROLLS`, in the order in which they are applied: later ones may replace what earlier ones add."""
 

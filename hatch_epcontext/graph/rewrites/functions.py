@@ -112,6 +112,9 @@ class _Facts:
             return value == (known.decode() if isinstance(known, bytes) else f"{known}")
         if relation == "has":
             return f"{len(self._scope.sizes(self._inputs.get(name, '')) or ())}" == value
+        if relation == "fits":
+            shapes = [self._scope.sizes(self._inputs.get(each, "")) for each in (name, value)]
+            return all(shapes) and shapes[0][:1] == shapes[1][:1] and len(shapes[0] or ()) == 1
         if relation == "is" and value in ("stored", "zero"):
             values = self._scope.constant(self._inputs.get(name, ""))
             if value == "zero" and name not in self._names:
@@ -142,6 +145,8 @@ def _bodies(
                 new = node.attribute.add()
                 new.CopyFrom(value)
                 new.name = attribute.name
+                if attribute.name == "value_ints" and value.type == AttributeProto.INT:
+                    new.CopyFrom(helper.make_attribute("value_ints", [value.i]))
         if (tensor := graph.constant_tensor(node)) is not None:
             constants[node.output[0]] = graph.array_of(tensor)
         like = scope.elem_type(inputs.get(node.input[1], "")) if node.op_type == "CastLike" else 0
@@ -169,6 +174,11 @@ def _lower(node: onnx.NodeProto, constants: Mapping[str, Any], opset: int) -> No
         values = [int(value) for value in np.ravel(constants[node.input[1]])]
         node.attribute.append(helper.make_attribute(name, values))
         del node.input[1:]
+    if node.op_type == "Split" and opset < 18:
+        # All parts have the same size.
+        kept = [attribute for attribute in node.attribute if attribute.name != "num_outputs"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
 
 
 def _inline(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -198,6 +208,8 @@ def _inline(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         return Declined(f"onnx does not inline it: {' '.join(str(error).split())}")
     if any(new.op_type == operator for new in inlined.graph.node):
         return Declined(f"opset {builder.opset} does not define it by other operators")
+    if any(new.op_type == "Loop" for new in inlined.graph.node):
+        return Declined("its function is a Loop")
     renamed: dict[str, str] = {}
     builder.copy(inlined.graph.node, renamed)
     return [renamed.get(name, "") for name in node.output]
