@@ -36,6 +36,13 @@ _NORMALIZATIONS: Mapping[str, Sequence[str]] = {
 }
 """The inputs of each of these operators."""
 
+_ALONE: Mapping[str, str] = {
+    **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"), ""),
+    **{"ReduceL1": "Abs", "ReduceL2": "Abs", "ReduceLogSum": "Log", "ReduceLogSumExp": ""},
+    "ReduceSumSquare": "Mul",
+}
+"""What each does with single values."""
+
 _REDUCTIONS: Mapping[str, tuple[str, str]] = {
     "ReduceL1": ("Abs", ""),
     "ReduceL2": ("Mul", "Sqrt"),
@@ -108,6 +115,46 @@ def batch_matmul_nbits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     return [result if is_batch else builder.reshape(result, [*shape[:-1], columns])]
 
 
+@rewrites("com.microsoft.GatherBlockQuantized")
+def gather_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Rows of a quantized table, of which each block has a scale: their integers, less the zero, times it."""
+    data, indices, scales, zeros = graph.operands(node, 4)
+    shape, rows = scope.shape(data), scope.shape(scales)
+    result = scope.shape(node.output[0])
+    if shape is None or rows is None or len(shape) != 2 or result is None:
+        return Declined("a shape is not fixed, or its table has other than 2 dimensions")
+    bits = graph.number(node, "bits", 4)
+    is_usual = graph.number(node, "gather_axis", 0) == 0
+    is_last = graph.number(node, "quantize_axis", 1) in (1, -1)
+    if scope.elem_type(data) != TensorProto.UINT8 or bits not in (4, 8) or not is_usual or not is_last:
+        return Declined("it gathers no rows of bytes")
+
+    def unpacked(packed: str, count: int) -> str:
+        """The ``count`` integers (int32) of each gathered row of bytes."""
+        number = builder.add("Cast", builder.add("Gather", packed, indices, axis=0), to=TensorProto.INT32)
+        if bits == 8:
+            return number
+        high = builder.add("Div", number, builder.store(np.int32(16)))
+        low = builder.add("Sub", number, builder.add("Mul", high, builder.store(np.int32(16))))
+        both = builder.stack([low, high], len(result))
+        size = 2 * (scope.shape(packed) or (0, 0))[1]
+        number = builder.reshape(both, [*result[:-1], size])
+        if size == count:
+            return number
+        return builder.split(number, len(result) - 1, [count, size - count])[0]
+
+    blocks, count = rows[1], result[-1]
+    value = builder.reshape(unpacked(data, count), [*result[:-1], blocks, count // blocks])
+    if zeros:
+        zero = builder.reshape(unpacked(zeros, blocks), [*result[:-1], blocks, 1])
+    else:
+        zero = builder.store(np.int32(2 ** (bits - 1)))
+    value = builder.add("Cast", builder.add("Sub", value, zero), to=scope.elem_type(scales))
+    scale = builder.add("Gather", scales, indices, axis=0)
+    scale = builder.reshape(scale, [*result[:-1], blocks, 1])
+    return [builder.reshape(builder.add("Mul", value, scale), result)]
+
+
 @rewrites("Softplus")
 def decompose_softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The larger of x and 0, plus the rest, whose Exp cannot overflow."""
@@ -115,6 +162,20 @@ def decompose_softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     power = builder.add("Exp", builder.add("Neg", builder.add("Abs", value)))
     rest = builder.add("Log", builder.add("Add", power, builder.number(1)))
     return [builder.add("Add", builder.add("Relu", value), rest)]
+
+
+@rewrites(*_ALONE)
+def reduce_nothing(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A reduction along no axis, as the values, or a function of each."""
+    value, axes = graph.operands(node, 2)
+    if not graph.number(node, "noop_with_empty_axes", 0):
+        return None
+    if axes and scope.shape(axes) != (0,):
+        return None
+    function = _ALONE[node.op_type]
+    if not function:
+        return [value]
+    return [builder.add(function, *[value] * (2 if function == "Mul" else 1))]
 
 
 @rewrites(*_REDUCTIONS)

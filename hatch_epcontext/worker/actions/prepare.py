@@ -14,6 +14,7 @@ from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.dequantize import is_static
 from hatch_epcontext.graph.repairs import separate_outputs
+from hatch_epcontext.graph.empties import fold_empty, has_empty
 from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.advice import Subject, refuse_form, simplified_tolerance
@@ -68,6 +69,8 @@ def handle(request: PrepareRequest) -> Prepared:
     # Integers show what they saturate at.
     shown = onnx_model if done else onnx.load(result, load_external_data=False)
     folded = typed_graph(shown, model)
+    if simplified is not None and done is None and has_empty(folded):
+        result, simplified, folded = _without_empty(result, simplified, folded, request)
     del shown
     # The result is compared with the form before its static quantization is undone.
     expected = _reference(request, onnx_model, integers, form, folded)
@@ -181,6 +184,20 @@ def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.Inferen
         source = result.with_suffix(".slim")
         external.save_whole(onnxslim.slim(external.load_whole(fixed)), source)
     return optimize(source, result, "basic", fuse=request.fuse)
+
+
+def _without_empty(
+    path: Path, session: ort.InferenceSession, folded: onnx.GraphProto, request: PrepareRequest
+) -> tuple[Path, ort.InferenceSession, onnx.GraphProto]:
+    """The simplified model at ``path`` without values that have no numbers: some EPs crash at them."""
+    model = onnx.load(path, load_external_data=False)
+    if not fold_empty(model):
+        return path, session, folded
+    changed, result = path.with_suffix(".filled"), path.with_name(f"{path.stem}.filled.onnx")
+    onnx.save(model, changed)
+    session = optimize(changed, result, "basic", fuse=request.fuse)
+    model = onnx.load(result, load_external_data=False)
+    return result, session, typed_graph(model, request.model)
 
 
 def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto, Path]:
