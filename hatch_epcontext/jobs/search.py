@@ -328,6 +328,14 @@ def _is_inexact(form: Form) -> bool:
     return is_compared and not form.verdict(form.nearest).agrees
 
 
+def _differs(form: Form) -> bool:
+    """Results differ from the CPU's."""
+    if not (form.search.compares and form.search.is_enough(form.covering)):
+        return False
+    attempts = (form.covering, *form.enough("correct"))
+    return all(form.verdict(attempt).differs for attempt in attempts)
+
+
 def _is_wrong_in_kernels(form: Form) -> bool:
     """They still do, because the EP's kernels are less exact than its number format."""
     candidates = form.candidates if form.search.compares else []
@@ -424,6 +432,13 @@ def _together(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     return form.covering.recipe.with_corrections(tuple(names))
 
 
+def _elsewise(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+    """[Rewrites](#rewrites) of all nodes that have one, in up to three rounds."""
+    if not own:
+        return form.covering.recipe.with_change("rewrite", None)
+    return own[-1].recipe_with("rewrite") if own[-1].may_improve else None
+
+
 def _unfused(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """The simplified model, with nothing folded into the weights of convolutions."""
     is_fused = form.search.settings.optimization == "basic"
@@ -466,6 +481,7 @@ STAGES = (
     Stage("correct", _is_inexact, _layers_unrolled),
     Stage("correct", _is_inexact, _around_kernels),
     Stage("correct", _is_inexact, _together),
+    Stage("correct", _differs, _elsewise, rounds=_ROUNDS),
     Stage("restart", _is_wrong_in_kernels, _unfused),
     Stage("restart", _is_wrong_in_kernels, _only_unrolled),
 )

@@ -44,6 +44,12 @@ from hatch_epcontext.graph.rewrites.products import (
     einsum_as_matmul,
     reduce_as_products,
 )
+from hatch_epcontext.graph.rewrites.ranks import (
+    join_reshapes,
+    reduce_rank,
+    reduce_rank_of_gather,
+    reduce_rank_of_transpose,
+)
 from hatch_epcontext.graph.rewrites.recurrent import drop_default_activations, unroll_recurrent
 from hatch_epcontext.graph.rewrites.widths import compute_in_32_bits
 from hatch_epcontext.graph.rewriting import Rewrite
@@ -84,6 +90,10 @@ REWRITES: tuple[Rewrite, ...] = (
     # Before texts, which may use functions that the EP has.
     inline_function,
     apply_text,
+    reduce_rank_of_transpose,
+    reduce_rank_of_gather,
+    reduce_rank,
+    join_reshapes,
 )
 """All but `UNROLLS`, in the order in which they are applied: later ones may replace what earlier ones add."""
 

@@ -3,7 +3,7 @@
 A text is in ONNX's syntax. What a node has decides which lines of it count: the comment ``# if bias`` keeps a
 line only for nodes with this input, output or attribute. A condition may also be ``not bias``, an attribute's
 value as in ``do_rotary = 1``, or the type of an input as in ``x is float``, joined by ``and``. A node that
-fails a condition after ``# needs`` stays as it is. The texts are for the newest form of an operator; reductions
+fails a condition after ``# needs`` stays as it is, for the reason after a colon. The texts are for the newest form of an operator; reductions
 and others get that of the model's opset.
 """
 
@@ -70,9 +70,9 @@ def _apply_text(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     if builder.opset < (oldest := graph.opset(function)):
         return Declined(f"its function needs opset {oldest}")
     facts = _Facts(node, scope, function, attributes)
-    for condition, reason in re.findall(r"# needs ([^:\n]*): ([^\n]*)", text):
+    for condition, reason in re.findall(r"# needs ([^:\n]*):? ?([^\n]*)", text):
         if not facts.holds(condition):
-            return Declined(reason)
+            return Declined(reason) if reason else None
     lines = text.splitlines()
     kept = [line for line in lines if " # if " not in line or facts.holds(line.split("# if ")[1])]
     function = onnx.parser.parse_function("\n".join(kept))

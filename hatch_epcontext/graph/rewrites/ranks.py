@@ -1,0 +1,214 @@
+"""Operators with more than 5 dimensions as equal ones with fewer, between Reshapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx
+
+from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewriting import rewrites
+from hatch_epcontext.graph.scope import Scope
+
+_MOST = 5
+"""The number of dimensions that NPUs support."""
+
+_RESHAPING = operators.RESHAPING - {"Identity"}
+
+_ELEMENTWISE = """
+Abs Add And Cast Ceil Celu Clip Cos Div Elu Equal Erf Exp Expand Floor Gelu Greater GreaterOrEqual HardSigmoid
+HardSwish Identity LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or PRelu Pow Reciprocal Relu
+Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Sub Sum Tan Tanh Where Xor
+""".split()
+
+_ALONG_AXIS = ("ArgMax", "ArgMin", "Concat", "GatherElements", "LogSoftmax", "Softmax", "Split")
+
+_REDUCING = ("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum")
+
+_SOFTMAX_OF_ONE_AXIS = 13
+
+
+def _is_high(node: onnx.NodeProto, scope: Scope) -> bool:
+    return any(len(scope.sizes(name) or ()) > _MOST for name in (*node.input, *node.output) if name)
+
+
+@dataclass(frozen=True)
+class _Permutation:
+    """A Transpose: the sizes of its input's dimensions, and the source of each output dimension."""
+
+    sizes: tuple[int, ...]
+    perm: tuple[int, ...]
+
+    def simplest(self) -> _Permutation:
+        """The same order of values with as few dimensions as possible."""
+        # A dimension of size 1 moves no value.
+        kept = [axis for axis in self.perm if self.sizes[axis] != 1]
+        # Dimensions that stay neighbours become one.
+        groups: list[list[int]] = []
+        position = {axis: i for i, axis in enumerate(sorted(kept))}
+        for axis in kept:
+            if groups and position[axis] == position[groups[-1][-1]] + 1:
+                groups[-1].append(axis)
+            else:
+                groups.append([axis])
+        before = sorted(groups)
+        sizes = tuple(math.prod(self.sizes[axis] for axis in group) for group in before)
+        return _Permutation(sizes, tuple(before.index(group) for group in groups))
+
+    def swaps(self) -> list[_Permutation]:
+        """Permutations of few dimensions that have the same effect, one after the other.
+
+        Each exchanges two neighbouring blocks of dimensions.
+        """
+        order = list(range(len(self.perm)))
+        result = []
+        for start, source in enumerate(self.perm):
+            middle = order.index(source)
+            end = middle
+            # All that follow in the right order move along.
+            while order[end : end + 1] == list(self.perm[start + end - middle :][:1]) != []:
+                end += 1
+            blocks = order[:start], order[start:middle], order[middle:end], order[end:]
+            if blocks[1]:
+                sizes = (math.prod(self.sizes[axis] for axis in block) for block in blocks)
+                result.append(_Permutation(tuple(sizes), (0, 2, 1, 3)).simplest())
+            order = [*blocks[0], *blocks[2], *blocks[1], *blocks[3]]
+        return result
+
+
+@rewrites("Transpose")
+def reduce_rank_of_transpose(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Transpose of many dimensions as one of fewer, or else as several."""
+    value = node.input[0]
+    if not _is_high(node, scope):
+        return None
+    sizes, result = scope.shape(value), scope.shape(node.output[0])
+    if sizes is None or result is None:
+        return Declined("a shape is not fixed")
+    reverse = range(len(sizes) - 1, -1, -1)
+    own = _Permutation(sizes, tuple(graph.attribute(node, "perm", reverse)))
+    simplest = own.simplest()
+    swaps = [simplest] if len(simplest.perm) <= _MOST else own.swaps()
+    for swap in swaps if len(simplest.perm) > 1 else ():
+        value = builder.transpose(builder.reshape(value, swap.sizes), swap.perm)
+    return [builder.reshape(value, result)]
+
+
+@rewrites("Gather")
+def reduce_rank_of_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Gather of many dimensions, or that gives many, as one along the second of three."""
+    value, indices = node.input
+    if not _is_high(node, scope):
+        return None
+    sizes, result = scope.shape(value), scope.shape(node.output[0])
+    if sizes is None or result is None:
+        return Declined("a shape is not fixed")
+    axis = graph.number(node, "axis", 0) % len(sizes)
+    before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
+    rows = builder.reshape(value, (before, sizes[axis], after))
+    if len(scope.shape(indices) or ()) != 1:
+        indices = builder.reshape(indices, [-1])
+    return [builder.reshape(builder.add("Gather", rows, indices, axis=1), result)]
+
+
+@rewrites(*_ELEMENTWISE, *_ALONG_AXIS, *_REDUCING)
+def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """An operator of each value, or along some axes, with the other dimensions joined."""
+    if not _is_high(node, scope):
+        return None
+    shapes = {name: scope.shape(name) for name in (*node.input, *node.output) if name}
+    known = {name: shape for name, shape in shapes.items() if shape is not None}
+    if len(known) < len(shapes):
+        return Declined("a shape is not fixed")
+    rank = max(map(len, known.values()))
+    inputs, axes = [*node.input], list[int]()
+    if node.op_type in _REDUCING:
+        reduced = scope.axes(node)
+        if reduced is None:
+            return Declined("its axes are computed")
+        inputs, axes = inputs[:1], reduced
+    elif node.op_type == "Expand":
+        inputs = inputs[:1]
+    elif node.op_type in _ALONG_AXIS:
+        if "oftmax" in node.op_type and builder.opset < _SOFTMAX_OF_ONE_AXIS:
+            return Declined("it is over several axes")
+        default = -1 if "oftmax" in node.op_type else 0
+        axes = [graph.number(node, "axis", default) % rank]
+        inputs = inputs[:1] if node.op_type == "Split" else inputs
+    results = [known[name] for name in node.output if name]
+    groups = _groups([known[name] for name in inputs if name], results, axes, rank)
+    if len(groups) > _MOST:
+        return Declined(f"{len(groups)} of its dimensions cannot be joined")
+    values = [name and _grouped(name, known[name], groups, rank, builder) for name in inputs]
+    if node.op_type == "Expand":
+        grouped = [math.prod(results[0][axis] for axis in group) for group in groups]
+        values.append(builder.integers(grouped))
+    elif node.op_type in _REDUCING:
+        at = [index for index, group in enumerate(groups) if group[0] in axes]
+        value = builder.reduced(node.op_type, values[0], at, keepdims=1)
+        return [builder.reshape(value, results[0])]
+    elif node.op_type == "Split":
+        values += node.input[1:]
+    outputs = builder.add_like(node, node.op_type, values)
+    for attribute in builder.nodes[-1].attribute:
+        if attribute.name == "axis":
+            attribute.i = next(i for i, group in enumerate(groups) if axes[0] in group)
+        elif attribute.name == "keepdims":
+            attribute.i = 1
+    if axes and not any(a.name == "axis" for a in builder.nodes[-1].attribute):
+        axis = next(i for i, group in enumerate(groups) if axes[0] in group)
+        builder.nodes[-1].attribute.append(onnx.helper.make_attribute("axis", axis))
+    return [name and builder.reshape(name, known[old]) for name, old in zip(outputs, node.output, strict=True)]
+
+
+def _groups(
+    inputs: Sequence[tuple[int, ...]],
+    outputs: Sequence[tuple[int, ...]],
+    axes: Sequence[int],
+    rank: int,
+) -> list[list[int]]:
+    """Neighbouring dimensions that all values have in common, or that one repeats together; ``axes`` alone."""
+    full = [(*[1] * (rank - len(shape)), *shape) for shape in inputs]
+    if not axes:
+        full += [(*[1] * (rank - len(shape)), *shape) for shape in outputs]
+    largest = [max(shape[axis] for shape in full) for axis in range(rank)]
+    repeats = [tuple(shape[axis] == largest[axis] for shape in full) for axis in range(rank)]
+    groups: list[list[int]] = []
+    for axis in range(rank):
+        last = groups[-1] if groups else []
+        apart = axis in axes or any(other in axes for other in last)
+        same = last and not apart and (
+            repeats[axis] == repeats[last[0]] or largest[axis] == 1 or all(largest[i] == 1 for i in last)
+        )
+        if same:
+            last.append(axis)
+            last.sort(key=lambda other: (largest[other] == 1, other))
+        else:
+            groups.append([axis])
+    return [sorted(group) for group in groups]
+
+
+def _grouped(
+    name: str, shape: tuple[int, ...], groups: Sequence[Sequence[int]], rank: int, builder: Builder
+) -> str:
+    if len(shape) == 0:
+        return name
+    full = (*[1] * (rank - len(shape)), *shape)
+    return builder.reshape(name, [math.prod(full[axis] for axis in group) for group in groups])
+
+
+@rewrites(*_RESHAPING)
+def join_reshapes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Reshape of a reshaped value with many dimensions, which skips that value."""
+    source, before = scope.trace(node.input[0], _RESHAPING)
+    if all(len(scope.sizes(reshape.output[0]) or ()) <= _MOST for reshape in before):
+        return None
+    shape = scope.shape(node.output[0])
+    # A size of zero means that of the input.
+    if shape is None or 0 in shape:
+        return Declined("the shape of its result is not fixed")
+    return [builder.reshape(source, shape)]
