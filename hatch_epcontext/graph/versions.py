@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import onnx
+import onnx.inliner
 from onnx import TensorProto
 from onnx.defs import OpSchema
 
@@ -18,6 +19,9 @@ _OLDEST = 7
 
 _OLDEST_IR = 8
 """An IR version that all supported releases of ONNX Runtime read, and that has all features but new types."""
+
+_NEWEST = 27
+"""The newest opset of which ONNX Runtime has most operators."""
 
 _LAST_OF_MEANING = 13
 """The opset after which a version with an equal signature differs from the one before in its types alone, and
@@ -62,6 +66,31 @@ def lower_versions(model: onnx.ModelProto) -> None:
     values = (*model.graph.input, *model.graph.output)
     types = (_IR_OF_TYPES.get(value.type.tensor_type.elem_type, 0) for value in values)
     model.ir_version = min(model.ir_version, max(needed, _OLDEST_IR, *types))
+
+
+def lower_newest(model: onnx.ModelProto) -> onnx.ModelProto:
+    """``model`` with older versions of operators that are the same, if its opset is newer than ONNX Runtime's.
+
+    What ONNX has defined since by other operators becomes these. The model itself if its opset is older.
+    """
+    if not _NEWEST < graph.opset(model) <= onnx.defs.onnx_opset_version():
+        return model
+    new = {
+        ("", node.op_type)
+        for node in graph.nodes(model.graph)
+        if (schema := _schema(node, _domain(node.domain), graph.opset(model))) is not None
+        and schema.since_version > _NEWEST
+        and schema.domain == ""
+        and (schema.has_function or schema.has_context_dependent_function)
+    }
+    # A function may have others inside.
+    for functions in (sorted(new), [("", "Swish")] if new else []):
+        if functions:
+            model = onnx.inliner.inline_selected_functions(
+                model, functions, inline_schema_functions=True
+            )
+    lower_versions(model)
+    return model
 
 
 def keep_metadata(source: onnx.ModelProto, model: onnx.ModelProto) -> None:

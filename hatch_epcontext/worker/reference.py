@@ -27,6 +27,10 @@ from hatch_epcontext.graph.external import load_whole, save_whole
 from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.selections import find_selections
+from hatch_epcontext.graph.scope import Scope, multiply_adds
+from hatch_epcontext.graph.versions import lower_newest
+from hatch_epcontext.providers import QUANTIZED, Tolerance
+from hatch_epcontext.worker.comparison.compare import refuse_differences
 from hatch_epcontext.worker.comparison.measures import OutputFacts
 from hatch_epcontext.worker.comparison.natures import output_facts
 from hatch_epcontext.worker.comparison.runs import (
@@ -258,7 +262,9 @@ def _open(source: onnx.ModelProto, path: Path, inner: frozenset[str]) -> ort.Inf
     """A session that also returns the values called ``inner``, unless ONNX Runtime refuses that."""
     options = cpu_options()
     set_model_path(path, options)
-    is_changed = separate_outputs(source)
+    opset = graph.opset(source)
+    source = lower_newest(source)
+    is_changed = separate_outputs(source) or graph.opset(source) != opset
     if inner - {value.name for value in source.graph.output}:
         with contextlib.suppress(Exception):
             return open_session(graph.with_outputs(source, inner).SerializeToString(), options)

@@ -34,6 +34,7 @@ from hatch_epcontext.graph.rewrites.indexing import (
 from hatch_epcontext.graph.rewrites.loops import unroll_loop, unroll_scan
 from hatch_epcontext.graph.rewrites.matrices import (
     col2im_as_matmul,
+    conv_transpose_as_conv,
     dft_as_matmul,
     resize_as_matmul,
 )
@@ -87,6 +88,7 @@ REWRITES: tuple[Rewrite, ...] = (
     resize_as_matmul,
     dft_as_matmul,
     col2im_as_matmul,
+    conv_transpose_as_conv,
     # Before texts, which may use functions that the EP has.
     inline_function,
     apply_text,

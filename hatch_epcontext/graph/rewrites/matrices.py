@@ -262,3 +262,52 @@ def col2im_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     value = builder.reshape(value, [result[0] * result[1], columns])
     stored = builder.store(matrix.reshape(columns, -1).astype(builder.dtype))
     return [builder.reshape(builder.add("MatMul", value, stored), result)]
+
+
+@rewrites("ConvTranspose")
+def conv_transpose_as_conv(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The Conv, with its weights reversed, of values with zeros around and between them."""
+    value, weights, bias = graph.operands(node, 3)
+    shape, kernel, result = scope.shape(value), scope.shape(weights), scope.shape(node.output[0])
+    if shape is None or kernel is None or result is None:
+        return Declined("a shape is not fixed")
+    count, group = len(shape) - 2, graph.number(node, "group", 1)
+    strides = graph.attribute(node, "strides", [1] * count)
+    dilations = graph.attribute(node, "dilations", [1] * count)
+    before = _pads_before(node, shape, kernel, result)
+    sizes = [*shape]
+    for index in range(count):
+        axis, reach = index + 2, (kernel[index + 2] - 1) * dilations[index]
+        matrix = np.zeros((result[axis] + reach, shape[axis]), builder.dtype)
+        rows = np.arange(shape[axis]) * strides[index] + reach - before[index]
+        inside = (rows >= 0) & (rows < matrix.shape[0])
+        matrix[rows[inside], np.arange(shape[axis])[inside]] = 1
+        value = _times(builder.store(matrix), value, sizes, axis, matrix.shape[0], builder)
+        sizes[axis] = matrix.shape[0]
+    for axis in range(2, count + 2):
+        backwards = np.arange(kernel[axis])[::-1].copy()
+        weights = builder.add("Gather", weights, builder.store(backwards), axis=axis)
+    inputs, outputs = kernel[0] // group, kernel[1]
+    weights = builder.reshape(weights, [group, inputs, outputs, *kernel[2:]])
+    weights = builder.transpose(weights, [0, 2, 1, *range(3, count + 3)])
+    weights = builder.reshape(weights, [group * outputs, inputs, *kernel[2:]])
+    operands = [value, weights, *([bias] if bias else [])]
+    return [builder.add("Conv", *operands, dilations=dilations, group=group, kernel_shape=kernel[2:])]
+
+
+def _pads_before(
+    node: onnx.NodeProto, shape: Sequence[int], kernel: Sequence[int], result: Sequence[int]
+) -> Sequence[int]:
+    """How many of the first results of a ConvTranspose are cut off along each axis."""
+    count = len(shape) - 2
+    strides = graph.attribute(node, "strides", [1] * count)
+    dilations = graph.attribute(node, "dilations", [1] * count)
+    extra = graph.attribute(node, "output_padding", [0] * count)
+    auto = graph.text(node, "auto_pad")
+    if auto not in ("SAME_UPPER", "SAME_LOWER") and not graph.attribute(node, "output_shape", []):
+        return [*graph.attribute(node, "pads", [0] * count)[:count]]
+    total = [
+        strides[i] * (shape[i + 2] - 1) + extra[i] + (kernel[i + 2] - 1) * dilations[i] + 1 - result[i + 2]
+        for i in range(count)
+    ]
+    return [size // 2 if auto == "SAME_UPPER" else size - size // 2 for size in total]

@@ -16,6 +16,7 @@ from hatch_epcontext.graph.dequantize import is_static
 from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.empties import fold_empty, has_empty
 from hatch_epcontext.graph.rewrites.precise import applicable
+from hatch_epcontext.graph.versions import lower_newest
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.advice import Subject, refuse_form, simplified_tolerance
 from hatch_epcontext.worker.comparison.compare import compare_runs
@@ -203,7 +204,7 @@ def _without_empty(
 def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto, Path]:
     """The source as configured, and its new file in ``folder``."""
     model, source = request.model, Path(request.model.path)
-    onnx_model = read_source(source, model.key)
+    onnx_model = lower_newest(read_source(source, model.key))
     data = data_of(onnx_model, source, model.key)
     # In bodies ONNX Runtime refuses external data with several hard links, also when it opens the source, and
     # writes it wrong.
