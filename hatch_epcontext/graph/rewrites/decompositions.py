@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
@@ -16,6 +17,8 @@ from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
 _SMALL = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16})
+
+_QUANTIZING = ("DequantizeLinear", "QuantizeLinear")
 
 _ERF = (4.51351884, 6.57699078, -0.188808943, -10.2517888, 23.5176118, -25.1057926, 10.6676264)
 """The polynomial p for which tanh(x p(x²)) is erf(4x) up to 1, where that is 1 in float32."""
@@ -113,6 +116,51 @@ def batch_matmul_nbits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     if bias:
         result = builder.add("Add", result, bias)
     return [result if is_batch else builder.reshape(result, [*shape[:-1], columns])]
+
+
+@rewrites("DequantizeLinear", "QuantizeLinear", *(f"{graph.MICROSOFT}.{name}" for name in _QUANTIZING))
+def decompose_quantization(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Integers less the zero, times the scale, or the other way round, of any axis and any blocks."""
+    value, scale, zero = graph.operands(node, 3)
+    shape, scales, type_ = scope.shape(value), scope.shape(scale), scope.elem_type(node.output[0])
+    floats = scope.elem_type(scale)
+    if shape is None or scales is None or type_ is None or floats is None:
+        return Declined("a shape or a type is not known")
+    axis = graph.number(node, "axis", 1)
+    axis = axis % len(shape) if shape else 0
+
+    def spread(name: str) -> str:
+        """The scale or the zero of each value."""
+        if math.prod(scales) == 1 or not scales:
+            return builder.reshape(name, []) if scales else name
+        if len(scales) == 1:
+            return builder.reshape(name, [-1, *[1] * (len(shape) - axis - 1)])
+        block = -(-shape[axis] // scales[axis])
+        return builder.add("Gather", name, builder.store(np.arange(shape[axis]) // block), axis=axis)
+
+    offset = spread(builder.add("Cast", zero, to=TensorProto.INT32)) if zero else ""
+    if node.op_type == "DequantizeLinear":
+        number = builder.add("Cast", value, to=TensorProto.INT32)
+        number = builder.add("Sub", number, offset) if offset else number
+        number = builder.add("Cast", number, to=floats)
+        result = builder.add("Mul", number, spread(scale))
+        return [result if type_ == floats else builder.add("Cast", result, to=type_)]
+    info = _integers(type_)
+    if info is None:
+        return Declined("it makes no integers of 8 or 16 bits")
+    divided = builder.add("Div", value, spread(scale))
+    number = builder.add("Cast", builder.add("Round", divided), to=TensorProto.INT32)
+    number = builder.add("Add", number, offset) if offset else number
+    # Max and Min of older opsets have no integers.
+    for compare, limit in (("Less", info.min), ("Greater", info.max)):
+        bound = builder.store(np.int32(limit))
+        number = builder.add("Where", builder.add(compare, number, bound), bound, number)
+    return [builder.add("Cast", number, to=type_)]
+
+
+def _integers(type_: int) -> np.iinfo[Any] | None:
+    """The limits of integers of 8 or 16 bits."""
+    return np.iinfo(helper.tensor_dtype_to_np_dtype(type_)) if type_ in _SMALL else None
 
 
 @rewrites("com.microsoft.GatherBlockQuantized")

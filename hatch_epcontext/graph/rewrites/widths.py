@@ -26,7 +26,7 @@ _WIDER: Mapping[int, int] = {
 _OF_BITS = frozenset({"BitCast", "BitShift", "BitwiseNot", "Cast", "CastLike", "If", "Loop", "Scan"})
 """Operators whose results depend on the number of bits, or that have bodies."""
 
-_QUANTIZED = ("Quantize", "QLinear", "Integer")
+_QUANTIZED = ("quantize", "qlinear", "integer")
 
 
 class _Typed:
@@ -34,7 +34,7 @@ class _Typed:
 
     def __contains__(self, operator: object) -> bool:
         name = str(operator)
-        is_quantized = any(part in name for part in _QUANTIZED)
+        is_quantized = any(part in name.lower() for part in _QUANTIZED)
         return "." not in name and name not in _OF_BITS and not is_quantized and bool(_schema(name))
 
 
