@@ -18,6 +18,9 @@ from hatch_epcontext.graph.scope import Scope
 
 _SMALL = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16})
 
+_SLICES_WITH_INPUTS = 10
+"""The opset from which a Slice has its limits as inputs."""
+
 _QUANTIZING = ("DequantizeLinear", "QuantizeLinear")
 
 _ERF = (4.51351884, 6.57699078, -0.188808943, -10.2517888, 23.5176118, -25.1057926, 10.6676264)
@@ -201,6 +204,32 @@ def gather_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     scale = builder.add("Gather", scales, indices, axis=0)
     scale = builder.reshape(scale, [*result[:-1], blocks, 1])
     return [builder.reshape(builder.add("Mul", value, scale), result)]
+
+
+@rewrites("Affine", "Crop", "ImageScaler")
+def decompose_picture(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The operators of pictures that ONNX had before opset 10, and ONNX Runtime still has."""
+    (value,) = node.input
+    if node.op_type == "Crop":
+        shape, border = scope.shape(value), graph.attribute(node, "border", [])
+        if shape is None or len(border) != 4:
+            return Declined("its border or its shape is not fixed")
+        starts = [border[1], border[0]]
+        sizes = graph.attribute(node, "scale", None) or [
+            shape[2] - border[1] - border[3],
+            shape[3] - border[0] - border[2],
+        ]
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+        if builder.opset < _SLICES_WITH_INPUTS:
+            return [builder.add("Slice", value, axes=[2, 3], starts=starts, ends=ends)]
+        return [builder.add("Slice", value, *map(builder.integers, (starts, ends, [2, 3])))]
+    is_affine = node.op_type == "Affine"
+    factor = graph.attribute(node, "alpha" if is_affine else "scale", 1.0)
+    added = graph.attribute(node, "beta", 0.0) if is_affine else graph.attribute(node, "bias", [])
+    product = builder.add("Mul", value, builder.number(factor))
+    offset = np.asarray(added, builder.dtype)
+    offset = offset if is_affine else offset.reshape(-1, 1, 1)
+    return [builder.add("Add", product, builder.store(offset))]
 
 
 @rewrites("Softplus")

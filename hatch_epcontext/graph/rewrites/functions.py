@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.inliner
-from onnx import AttributeProto, helper
+from onnx import AttributeProto, helper, numpy_helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs, copy_of
@@ -149,13 +149,35 @@ def _bodies(
                     new.CopyFrom(helper.make_attribute("value_ints", [value.i]))
         if (tensor := graph.constant_tensor(node)) is not None:
             constants[node.output[0]] = graph.array_of(tensor)
+            # Older Constants have only this attribute.
+            del node.attribute[:]
+            node.attribute.append(helper.make_attribute("value", tensor))
         like = scope.elem_type(inputs.get(node.input[1], "")) if node.op_type == "CastLike" else 0
         if like:
             node.op_type = "Cast"
             del node.input[1:]
             node.attribute.append(helper.make_attribute("to", like))
         _lower(node, constants, builder.opset)
-        yield node
+        if node.op_type == "Shape" and node.attribute and builder.opset < _PARTS_OF_SHAPES:
+            yield from _part_of_shape(node)
+        else:
+            yield node
+
+
+_PARTS_OF_SHAPES = 15
+"""The opset from which Shape has a start and an end."""
+
+
+def _part_of_shape(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """A Shape with a start and an end, as a Slice."""
+    (name,), whole = node.output, f"{node.output[0]}/whole"
+    ends = (graph.number(node, "start", 0), graph.number(node, "end", 2**31 - 1))
+    names = [f"{name}/{which}" for which in ("start", "end")]
+    yield helper.make_node("Shape", node.input, [whole])
+    for value, constant in zip(ends, names, strict=True):
+        tensor = numpy_helper.from_array(np.array([value], np.int64))
+        yield helper.make_node("Constant", [], [constant], value=tensor)
+    yield helper.make_node("Slice", [whole, *names], [name])
 
 
 _SECOND: Mapping[str, tuple[int, str]] = {
