@@ -26,6 +26,7 @@ from hatch_epcontext.graph.rewrites.decompositions import (
 )
 from hatch_epcontext.graph.rewrites.functions import apply_text, inline_function
 from hatch_epcontext.graph.rewrites.indexing import (
+    affine_grid_as_matmul,
     drop_single,
     eye_as_constant,
     one_hot_as_where,
@@ -80,6 +81,7 @@ REWRITES: tuple[Rewrite, ...] = (
     decompose_quantization,
     join_bits,
     shift_as_product,
+    affine_grid_as_matmul,
     pad_as_concat,
     one_hot_as_where,
     eye_as_constant,

@@ -147,6 +147,26 @@ def eye_as_constant(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     return [builder.store(np.eye(*shape, graph.number(node, "k", 0), dtype))]
 
 
+@rewrites("AffineGrid")
+def affine_grid_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The product of stored places in a unit cube with the transformations."""
+    theta, name = node.input
+    shape, size = scope.shape(theta), scope.constant(name)
+    if shape is None or size is None:
+        return Declined("its size or its shape is not fixed")
+    lines = []
+    for count in map(int, size[2:]):
+        line = np.linspace(-1, 1, count) if count > 1 else np.zeros(1)
+        if not graph.number(node, "align_corners", 0):
+            line = (2 * np.arange(count) + 1) / count - 1
+        lines.append(line)
+    grid = np.stack([*np.meshgrid(*lines, indexing="ij")][::-1], axis=-1)
+    places = np.append(grid, np.ones((*grid.shape[:-1], 1)), axis=-1)
+    places = places.reshape(1, -1, places.shape[-1]).astype(builder.dtype)
+    product = builder.add("MatMul", builder.store(places), builder.transpose(theta, [0, 2, 1]))
+    return [builder.reshape(product, [shape[0], *map(int, size[2:]), shape[1]])]
+
+
 @rewrites("Max", "Mean", "Min", "Sum")
 def drop_single(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The largest, or the sum, of one value: itself."""

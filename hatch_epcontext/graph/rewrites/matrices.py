@@ -205,8 +205,8 @@ def dft_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     order = [*(axis for axis in range(rank) if axis not in (at, rank - 1)), at, rank - 1]
     value = builder.transpose(value, order) if order != [*range(rank)] else value
     rows = math.prod(shape[index] for index in order[:-2])
-    value = builder.reshape(value, [rows, size * parts])
-    value = builder.add("MatMul", value, builder.store(matrix.astype(builder.dtype)))
+    stored = builder.store(np.ascontiguousarray(matrix.T).astype(builder.dtype))
+    value = _times(stored, value, [rows, size * parts], 1, matrix.shape[1], builder)
     value = builder.reshape(value, [*(shape[axis] for axis in order[:-2]), result[at], result[-1]])
     back = [order.index(axis) for axis in range(rank)]
     return [builder.transpose(value, back) if back != [*range(rank)] else value]
@@ -259,9 +259,10 @@ def col2im_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
         at = tuple(s + o * d for s, o, d in zip(start, offset, dilations, strict=True))
         if all(0 <= index < size for index, size in zip(at, image, strict=True)):
             matrix[(row, *at)] = 1
-    value = builder.reshape(value, [result[0] * result[1], columns])
-    stored = builder.store(matrix.reshape(columns, -1).astype(builder.dtype))
-    return [builder.reshape(builder.add("MatMul", value, stored), result)]
+    matrix = np.ascontiguousarray(matrix.reshape(columns, -1).T)
+    stored = builder.store(matrix.astype(builder.dtype))
+    sizes = [result[0] * result[1], columns]
+    return [builder.reshape(_times(stored, value, sizes, 1, len(matrix), builder), result)]
 
 
 @rewrites("ConvTranspose")

@@ -1,4 +1,4 @@
-"""Operators with more than 5 dimensions as equal ones with fewer, between Reshapes."""
+"""Operators with more than 4 dimensions as equal ones with fewer, between Reshapes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
-_MOST = 5
-"""The number of dimensions that NPUs support."""
+_MOST = 4
+"""The number of dimensions that all NPUs support for all operators."""
 
 _RESHAPING = operators.RESHAPING - {"Identity"}
 

@@ -23,7 +23,9 @@ _WIDER: Mapping[int, int] = {
 }
 """The type in which values of each other one are computed; all but those of float64 and uint64 exactly."""
 
-_OF_BITS = frozenset({"BitCast", "BitShift", "BitwiseNot", "Cast", "CastLike", "If", "Loop", "Scan"})
+_OF_BITS = frozenset(
+    {"BitCast", "BitShift", "BitwiseNot", "Cast", "CastLike", "If", "Loop", "Scan"}
+)
 """Operators whose results depend on the number of bits, or that have bodies."""
 
 _QUANTIZED = ("quantize", "qlinear", "integer")
