@@ -20,11 +20,13 @@ from hatch_epcontext.graph.rewrites.decompositions import (
     decompose_softplus,
     erf_as_tanh,
     gather_blocks,
+    move_between_floats,
     reduce_nothing,
     scatter_as_matmul,
     slice_as_gather,
 )
 from hatch_epcontext.graph.rewrites.functions import apply_text, inline_function
+from hatch_epcontext.graph.rewrites.grids import grid_sample_as_gathers
 from hatch_epcontext.graph.rewrites.indexing import (
     affine_grid_as_matmul,
     drop_single,
@@ -95,9 +97,11 @@ REWRITES: tuple[Rewrite, ...] = (
     dft_as_matmul,
     col2im_as_matmul,
     conv_transpose_as_conv,
+    grid_sample_as_gathers,
     # Before texts, which may use functions that the EP has.
     inline_function,
     apply_text,
+    move_between_floats,
     reduce_rank_of_transpose,
     reduce_rank_of_gather,
     reduce_rank,

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
@@ -21,7 +21,16 @@ _SMALL = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, Tens
 _SLICES_WITH_INPUTS = 10
 """The opset from which a Slice has its limits as inputs."""
 
+_FAR = 2**31 - 1
+"""An end of a Slice that is that of any axis."""
+
 _QUANTIZING = ("DequantizeLinear", "QuantizeLinear")
+
+_MOVING = operators.LAYOUT | {"MaxPool"}
+"""Operators with the same result for integers, which EPs support for floats."""
+
+_RESULTS: Mapping[str, int] = {"QuantizeLinear": 1, "QLinearConv": 6, "QLinearMatMul": 6}
+"""Operators that make integers, with the number of the input that is their scale."""
 
 _ERF = (4.51351884, 6.57699078, -0.188808943, -10.2517888, 23.5176118, -25.1057926, 10.6676264)
 """The polynomial p for which tanh(x p(x²)) is erf(4x) up to 1, where that is 1 in float32."""
@@ -166,6 +175,24 @@ def _integers(type_: int) -> np.iinfo[Any] | None:
     return np.iinfo(helper.tensor_dtype_to_np_dtype(type_)) if type_ in _SMALL else None
 
 
+@rewrites(*_MOVING)
+def move_between_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """An operator that moves quantized integers, or selects some, as one that moves their floats."""
+    if scope.elem_type(node.input[0]) not in _SMALL or len(node.output) > 1:
+        return None
+    maker = scope.maker(scope.origin(node.input[0], _MOVING))
+    if maker is None or maker.op_type not in _RESULTS:
+        return None
+    begin = _RESULTS[maker.op_type]
+    scale = [name for name in maker.input[begin : begin + 2] if name]
+    axis = [attribute for attribute in maker.attribute if attribute.name == "axis"]
+    if scope.shape(scale[0]) not in ((), (1,)) or axis and maker.op_type not in _QUANTIZING:
+        return Declined("its integers have several scales")
+    value = builder.add("DequantizeLinear", node.input[0], *scale)
+    (moved,) = builder.add_like(node, node.op_type, [value, *node.input[1:]])
+    return [builder.add("QuantizeLinear", moved, *scale)]
+
+
 @rewrites("com.microsoft.GatherBlockQuantized")
 def gather_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Rows of a quantized table, of which each block has a scale: their integers, less the zero, times it."""
@@ -211,15 +238,11 @@ def decompose_picture(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
     """The operators of pictures that ONNX had before opset 10, and ONNX Runtime still has."""
     (value,) = node.input
     if node.op_type == "Crop":
-        shape, border = scope.shape(value), graph.attribute(node, "border", [])
-        if shape is None or len(border) != 4:
-            return Declined("its border or its shape is not fixed")
-        starts = [border[1], border[0]]
-        sizes = graph.attribute(node, "scale", None) or [
-            shape[2] - border[1] - border[3],
-            shape[3] - border[0] - border[2],
-        ]
-        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+        left, top, right, bottom = graph.attribute(node, "border", [0, 0, 0, 0])
+        starts = [top, left]
+        ends = [-bottom or _FAR, -right or _FAR]
+        if sizes := graph.attribute(node, "scale", []):
+            ends = [start + size for start, size in zip(starts, sizes, strict=True)]
         if builder.opset < _SLICES_WITH_INPUTS:
             return [builder.add("Slice", value, axes=[2, 3], starts=starts, ends=ends)]
         return [builder.add("Slice", value, *map(builder.integers, (starts, ends, [2, 3])))]
