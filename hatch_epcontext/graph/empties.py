@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import onnx
 
@@ -19,7 +21,7 @@ def has_empty(main: onnx.GraphProto) -> bool:
 
 
 def fold_empty(model: onnx.ModelProto) -> bool:
-    """Replace nodes of the main graph of ``model`` that have empty values, in place; False if none could be."""
+    """Replace nodes of the main graph of ``model`` that have empty values, in place; False if none are."""
     builder, scope = Builder(model), Scope.of(model)
     operators = {graph.operator(node) for node in model.graph.node}
     if not builder.replace(scope, dict.fromkeys(operators, _folded), nested=False):
@@ -33,6 +35,17 @@ def _folded(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     empty = {name for name, shape in shapes.items() if name and shape is not None and 0 in shape}
     if not empty or node.op_type == "Constant" or graph.inner_graphs(node):
         return None
+    return _without(node, empty, shapes, scope, builder)
+
+
+def _without(
+    node: onnx.NodeProto,
+    empty: set[str],
+    shapes: Mapping[str, tuple[int, ...] | None],
+    scope: Scope,
+    builder: Builder,
+) -> Outputs:
+    """The results of ``node``, some of whose values are ``empty``."""
     outputs = [name for name in node.output if name]
     stored = {name: _filled(name, scope, builder) for name in outputs if name in empty}
     if len(stored) == len(outputs):
@@ -41,9 +54,7 @@ def _folded(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         return [_filled(outputs[0], scope, builder)]
     if node.op_type == "Concat":
         kept = [name for name in node.input if name not in empty]
-        if len(kept) == 1:
-            return kept
-        return builder.add_like(node, "Concat", kept)
+        return kept if len(kept) == 1 else builder.add_like(node, "Concat", kept)
     if node.op_type == "Split":
         axis, known = graph.number(node, "axis", 0), [shapes[name] or () for name in outputs]
         full = [shape[axis] for shape in known if 0 not in shape]

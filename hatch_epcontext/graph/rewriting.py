@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx
 
@@ -12,6 +12,31 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Rule, remove_unused
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.scope import Scope, Types
+
+
+class Operators(Set[str]):
+    """Those of ``known()`` for which ``holds`` is true; none is listed to ask for one."""
+
+    def __init__(self, known: Callable[[], Iterable[str]], holds: Callable[[str], bool]) -> None:
+        self._known, self._holds = known, holds
+
+    def __contains__(self, operator: object) -> bool:
+        return self._holds(str(operator))
+
+    def __iter__(self) -> Iterator[str]:
+        return filter(self._holds, self._known())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @classmethod
+    def _from_iterable(cls, it: Iterable[Any]) -> Set[Any]:
+        return frozenset(it)
+
+
+def onnx_operators() -> Iterable[str]:
+    """The names of ONNX's own operators."""
+    return {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
 
 
 @dataclass(frozen=True)
@@ -22,7 +47,7 @@ class Rewrite:
     """
 
     name: str
-    operators: Container[str]
+    operators: Set[str]
     rule: Rule
     nested: bool = True
 

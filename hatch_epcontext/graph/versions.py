@@ -69,7 +69,7 @@ def lower_versions(model: onnx.ModelProto) -> None:
 
 
 def lower_newest(model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model`` with older versions of operators that are the same, if its opset is newer than ONNX Runtime's.
+    """``model`` with older versions of operators that are the same, if its opset is newer than `_NEWEST`.
 
     What ONNX has defined since by other operators becomes these. The model itself if its opset is older.
     """
@@ -81,7 +81,7 @@ def lower_newest(model: onnx.ModelProto) -> onnx.ModelProto:
         if (schema := _schema(node, _domain(node.domain), graph.opset(model))) is not None
         and schema.since_version > _NEWEST
         and schema.domain == ""
-        and (schema.has_function or schema.has_context_dependent_function)
+        and has_function(schema)
     }
     # A function may have others inside.
     for functions in (sorted(new), [("", "Swish")] if new else []):
@@ -91,6 +91,11 @@ def lower_newest(model: onnx.ModelProto) -> onnx.ModelProto:
             )
     lower_versions(model)
     return model
+
+
+def has_function(schema: Any) -> bool:
+    """Whether ONNX defines the operator of ``schema`` by others."""
+    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def keep_metadata(source: onnx.ModelProto, model: onnx.ModelProto) -> None:

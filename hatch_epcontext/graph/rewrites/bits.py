@@ -25,7 +25,7 @@ _JOINS: Mapping[str, str] = {"BitwiseAnd": "Mul", "BitwiseOr": "Max"}
 class _Integers:
     """Arithmetic of int32, or of another ``dtype``."""
 
-    def __init__(self, builder: Builder, dtype: np.dtype[Any] = np.dtype(np.int32)) -> None:
+    def __init__(self, builder: Builder, dtype: type[Any] = np.int32) -> None:
         self.builder, self.dtype = builder, dtype
 
     def number(self, value: int) -> str:
@@ -161,7 +161,7 @@ def shift_as_product(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     count, is_signed = _bounds(type_)
     is_long = count == 64 or (count == 32 and not is_signed)
     wide = TensorProto.INT64 if is_long else TensorProto.INT32
-    integers = _Integers(builder, np.dtype(np.int64 if is_long else np.int32))
+    integers = _Integers(builder, np.int64 if is_long else np.int32)
     if type_ != wide:
         value, amount = (builder.add("Cast", name, to=wide) for name in (value, amount))
     beyond = builder.add("Greater", amount, integers.number(count - 1))

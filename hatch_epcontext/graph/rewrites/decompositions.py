@@ -53,7 +53,10 @@ _NORMALIZATIONS: Mapping[str, Sequence[str]] = {
 
 _ALONE: Mapping[str, str] = {
     **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"), ""),
-    **{"ReduceL1": "Abs", "ReduceL2": "Abs", "ReduceLogSum": "Log", "ReduceLogSumExp": ""},
+    "ReduceL1": "Abs",
+    "ReduceL2": "Abs",
+    "ReduceLogSum": "Log",
+    "ReduceLogSumExp": "",
     "ReduceSumSquare": "Mul",
 }
 """What each does with single values."""
@@ -130,10 +133,14 @@ def batch_matmul_nbits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     return [result if is_batch else builder.reshape(result, [*shape[:-1], columns])]
 
 
-@rewrites("DequantizeLinear", "QuantizeLinear", *(f"{graph.MICROSOFT}.{name}" for name in _QUANTIZING))
+@rewrites(
+    "DequantizeLinear", "QuantizeLinear", *(f"{graph.MICROSOFT}.{name}" for name in _QUANTIZING)
+)
 def decompose_quantization(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Integers less the zero, times the scale, or the other way round, of any axis and any blocks."""
     value, scale, zero = graph.operands(node, 3)
+    if scope.constant(scale) is not None and _is_between(node, scope):
+        return None
     shape, scales, type_ = scope.shape(value), scope.shape(scale), scope.elem_type(node.output[0])
     floats = scope.elem_type(scale)
     if shape is None or scales is None or type_ is None or floats is None:
@@ -148,7 +155,9 @@ def decompose_quantization(node: onnx.NodeProto, scope: Scope, builder: Builder)
         if len(scales) == 1:
             return builder.reshape(name, [-1, *[1] * (len(shape) - axis - 1)])
         block = -(-shape[axis] // scales[axis])
-        return builder.add("Gather", name, builder.store(np.arange(shape[axis]) // block), axis=axis)
+        return builder.add(
+            "Gather", name, builder.store(np.arange(shape[axis]) // block), axis=axis
+        )
 
     offset = spread(builder.add("Cast", zero, to=TensorProto.INT32)) if zero else ""
     if node.op_type == "DequantizeLinear":
@@ -170,6 +179,18 @@ def decompose_quantization(node: onnx.NodeProto, scope: Scope, builder: Builder)
     return [builder.add("Cast", number, to=type_)]
 
 
+def _is_between(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether EPs may fuse ``node`` with operators that it is between: its integers are in the graph only."""
+    if node.op_type == "DequantizeLinear":
+        maker = scope.maker(node.input[0])
+        return maker is not None or scope.stored.get(node.input[0]) is not None
+    return any(
+        scope.nodes[index].op_type in ("DequantizeLinear", *operators.LAYOUT, "MaxPool")
+        or "QLinear" in scope.nodes[index].op_type
+        for index in scope.readers.get(node.output[0], ())
+    )
+
+
 def _integers(type_: int) -> np.iinfo[Any] | None:
     """The limits of integers of 8 or 16 bits."""
     return np.iinfo(helper.tensor_dtype_to_np_dtype(type_)) if type_ in _SMALL else None
@@ -186,7 +207,7 @@ def move_between_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) ->
     begin = _RESULTS[maker.op_type]
     scale = [name for name in maker.input[begin : begin + 2] if name]
     axis = [attribute for attribute in maker.attribute if attribute.name == "axis"]
-    if scope.shape(scale[0]) not in ((), (1,)) or axis and maker.op_type not in _QUANTIZING:
+    if scope.shape(scale[0]) not in ((), (1,)) or (axis and maker.op_type not in _QUANTIZING):
         return Declined("its integers have several scales")
     value = builder.add("DequantizeLinear", node.input[0], *scale)
     (moved,) = builder.add_like(node, node.op_type, [value, *node.input[1:]])
@@ -204,12 +225,19 @@ def gather_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     bits = graph.number(node, "bits", 4)
     is_usual = graph.number(node, "gather_axis", 0) == 0
     is_last = graph.number(node, "quantize_axis", 1) in (1, -1)
-    if scope.elem_type(data) != TensorProto.UINT8 or bits not in (4, 8) or not is_usual or not is_last:
+    if (
+        scope.elem_type(data) != TensorProto.UINT8
+        or bits not in (4, 8)
+        or not is_usual
+        or not is_last
+    ):
         return Declined("it gathers no rows of bytes")
 
     def unpacked(packed: str, count: int) -> str:
         """The ``count`` integers (int32) of each gathered row of bytes."""
-        number = builder.add("Cast", builder.add("Gather", packed, indices, axis=0), to=TensorProto.INT32)
+        number = builder.add(
+            "Cast", builder.add("Gather", packed, indices, axis=0), to=TensorProto.INT32
+        )
         if bits == 8:
             return number
         high = builder.add("Div", number, builder.store(np.int32(16)))
@@ -342,7 +370,6 @@ def cast_as_dequantize(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     scale, zero = builder.store(np.float32(1)), builder.store(np.array(0, scope.dtype(value)))
     # ONNX's own operator does not exist, or not for 16 bits, in all opsets.
     return [builder.add("DequantizeLinear", value, scale, zero, domain=graph.MICROSOFT)]
-
 
 
 @rewrites("Slice")

@@ -1,10 +1,11 @@
 """Operators as functions of others: those that ONNX defines itself, and texts in ``graph/functions``.
 
 A text is in ONNX's syntax. What a node has decides which lines of it count: the comment ``# if bias`` keeps a
-line only for nodes with this input, output or attribute. A condition may also be ``not bias``, an attribute's
-value as in ``do_rotary = 1``, or the type of an input as in ``x is float``, joined by ``and``. A node that
-fails a condition after ``# needs`` stays as it is, for the reason after a colon. The texts are for the newest form of an operator; reductions
-and others get that of the model's opset.
+line only for nodes with this input, output or attribute. Other conditions are an attribute's value, as in
+``do_rotary = 1``, the type of an input, as in ``x is float``, its number of dimensions, as in ``mask has 2``,
+or its length, as in ``mask fits input``; ``not``, ``and`` and ``or`` join them. A node that fails a condition
+after ``# needs`` stays as it is, for the reason after a colon. The texts are for the newest form of an
+operator; reductions and others get that of the model's opset.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from onnx import AttributeProto, helper, numpy_helper
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs, copy_of
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Rewrite
+from hatch_epcontext.graph.rewriting import Operators, Rewrite, onnx_operators
 from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.versions import has_function
 
 _FOLDER = Path(__file__).parent.parent / "functions"
 
@@ -45,22 +47,10 @@ def texts() -> Mapping[str, str]:
     return result
 
 
-class _Texts:
-    """The operators that have texts, which are read once one is asked for."""
-
-    def __contains__(self, operator: object) -> bool:
-        return operator in texts()
-
-
-class _Defined:
-    """The operators that ONNX defines by others."""
-
-    def __contains__(self, operator: object) -> bool:
-        name = str(operator)
-        if "." in name or not onnx.defs.has(name):
-            return False
-        schema = onnx.defs.get_schema(name)
-        return bool(schema.has_function or schema.has_context_dependent_function)
+def _is_defined(operator: str) -> bool:
+    """Whether ONNX defines ``operator`` by others."""
+    is_own = "." not in operator and onnx.defs.has(operator)
+    return is_own and has_function(onnx.defs.get_schema(operator))
 
 
 def _apply_text(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -106,24 +96,29 @@ class _Facts:
         if term.startswith("not "):
             return not self._term(term.removeprefix("not "))
         name, relation, value = (*term.split(), "", "")[:3]
-        if relation == "=":
-            attribute = self._attributes.get(name)
-            known = None if attribute is None else helper.get_attribute_value(attribute)
-            return value == (known.decode() if isinstance(known, bytes) else f"{known}")
+        if relation in ("=", "is"):
+            return self._has_value(name, value) if relation == "=" else self._is(name, value)
+        sizes = self._scope.sizes(self._inputs.get(name, "")) or ()
         if relation == "has":
-            return f"{len(self._scope.sizes(self._inputs.get(name, '')) or ())}" == value
+            return f"{len(sizes)}" == value
         if relation == "fits":
-            shapes = [self._scope.sizes(self._inputs.get(each, "")) for each in (name, value)]
-            return all(shapes) and shapes[0][:1] == shapes[1][:1] and len(shapes[0] or ()) == 1
-        if relation == "is" and value in ("stored", "zero"):
-            values = self._scope.constant(self._inputs.get(name, ""))
-            if value == "zero" and name not in self._names:
-                return True
-            return values is not None and not (value == "zero" and values.any())
-        if relation == "is":
-            dtype = self._scope.dtype(self._inputs.get(name, ""))
-            return dtype is not None and (dtype.name == value or dtype.kind in _KINDS.get(value, ""))
+            other = self._scope.sizes(self._inputs.get(value, "")) or ()
+            return len(sizes) == 1 and sizes == other[:1]
         return name in self._names or name in self._attributes
+
+    def _has_value(self, name: str, value: str) -> bool:
+        """Whether the attribute ``name`` is ``value``."""
+        attribute = self._attributes.get(name)
+        known = None if attribute is None else helper.get_attribute_value(attribute)
+        return value == (known.decode() if isinstance(known, bytes) else f"{known}")
+
+    def _is(self, name: str, value: str) -> bool:
+        """Whether the input ``name`` is of the type ``value``, or zero, as a missing one is too."""
+        if value == "zero":
+            values = self._scope.constant(self._inputs.get(name, ""))
+            return name not in self._names or (values is not None and not values.any())
+        dtype = self._scope.dtype(self._inputs.get(name, ""))
+        return dtype is not None and (dtype.name == value or dtype.kind in _KINDS.get(value, ""))
 
 
 def _bodies(
@@ -251,8 +246,8 @@ def _with_defaults(node: onnx.NodeProto, opset: int) -> onnx.NodeProto:
     return result
 
 
-apply_text = Rewrite("apply_text", _Texts(), _apply_text)
+apply_text = Rewrite("apply_text", Operators(texts, lambda name: name in texts()), _apply_text)
 """Operators as their texts define them."""
 
-inline_function = Rewrite("inline_function", _Defined(), _inline)
+inline_function = Rewrite("inline_function", Operators(onnx_operators, _is_defined), _inline)
 """Functions of ONNX as the operators by which ONNX defines them."""

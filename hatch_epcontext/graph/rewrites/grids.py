@@ -31,7 +31,7 @@ class _Axis:
     is_aligned: bool
 
     def neighbours(self, mode: str, padding: str) -> Iterator[tuple[str, str]]:
-        """The index (int32) and the weight of each neighbour, empty for 1; outside of zeros' padding it is 0."""
+        """The index (int32) of each neighbour, and its weight: empty for 1, and 0 in a padding with zeros."""
         builder = self.builder
         if mode == "nearest":
             yield self._within(builder.add("Round", self.place), "", padding)

@@ -23,7 +23,9 @@ def pad_as_concat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     """A Pad as a Concat with stored values, or as a Gather of repeated ones."""
     value, pads_name, filler_name, axes_name = graph.operands(node, 4)
     shape, dtype = scope.shape(value), scope.dtype(value)
-    pads = np.array(graph.attribute(node, "pads", [])) if not pads_name else scope.constant(pads_name)
+    pads = (
+        np.array(graph.attribute(node, "pads", [])) if not pads_name else scope.constant(pads_name)
+    )
     axes = scope.constant(axes_name) if axes_name else np.arange(len(shape or ()))
     if shape is None or dtype is None or pads is None or axes is None:
         return Declined("a shape, its pads or its axes are not fixed")
@@ -90,6 +92,9 @@ def reverse_sequence_as_gather(node: onnx.NodeProto, scope: Scope, builder: Buil
     rows = np.arange(steps, dtype=np.int64).reshape(-1, 1)
     offsets = np.arange(count, dtype=np.int64) * (1 if time == 0 else steps)
     factor = count if time == 0 else 1
+    if lengths is not None and lengths.size and (lengths == lengths[0]).all():
+        numbers = np.where(rows < lengths[0], lengths[0] - 1 - rows, rows).reshape(-1)
+        return [builder.add("Gather", value, builder.store(numbers.astype(np.int64)), axis=time)]
     if lengths is not None:
         numbers = np.where(rows < lengths, lengths - 1 - rows, rows) * factor + offsets
         numbers = numbers if time == 0 else numbers.T
@@ -144,7 +149,7 @@ def eye_as_constant(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     shape, dtype = scope.shape(node.input[0]), scope.dtype(node.output[0])
     if shape is None or dtype is None:
         return Declined("its shape or its type is not known")
-    return [builder.store(np.eye(*shape, graph.number(node, "k", 0), dtype))]
+    return [builder.store(np.eye(shape[0], shape[1], graph.number(node, "k", 0), dtype))]
 
 
 @rewrites("AffineGrid")

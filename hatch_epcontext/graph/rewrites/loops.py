@@ -15,7 +15,6 @@ from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
-
 _SCANS_WITHOUT_BATCH = 9
 """The opset from which Scan has no batches and lengths."""
 
@@ -60,7 +59,8 @@ def unroll_scan(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
         graph.attribute(node, f"scan_input_{name}", [0] * number) for name in ("axes", "directions")
     )
     result_axes, result_backward = (
-        graph.attribute(node, f"scan_output_{name}", [0] * results) for name in ("axes", "directions")
+        graph.attribute(node, f"scan_output_{name}", [0] * results)
+        for name in ("axes", "directions")
     )
     if not shapes[0]:
         return Declined(f"the shape of {scanned[0]!r} is not fixed")
@@ -93,7 +93,7 @@ def _copies(
     *,
     first: int = 1,
 ) -> tuple[list[str], list[list[str]]]:
-    """Add a copy of ``body`` for each iteration; returns the last states, and the values of each other result.
+    """Add a copy of ``body`` for each iteration; returns the last states, and the values of other results.
 
     ``inputs``: those of an iteration, before and after the states. ``first``: the first output that counts.
     """

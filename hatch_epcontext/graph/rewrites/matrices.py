@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
@@ -53,15 +54,16 @@ class _Resized:
         return shift + (at + 0.5) / self.scale - 0.5
 
     @property
-    def is_outside(self) -> Numbers:
+    def is_outside(self) -> NDArray[np.bool_]:
         """Whether each result is that of no place in the source."""
         mode = graph.text(self.node, "coordinate_transformation_mode")
         positions = self.positions
         outside = (positions < 0) | (positions > self.size - 1)
-        return outside if mode == "tf_crop_and_resize" else np.zeros_like(outside)
+        is_crop = mode == "tf_crop_and_resize"
+        return np.asarray(outside & is_crop)
 
     @property
-    def nearest(self) -> Numbers:
+    def nearest(self) -> NDArray[np.int64]:
         """The number of the source's value for each result."""
         mode, positions = graph.text(self.node, "nearest_mode"), self.positions
         rounded = {
@@ -69,7 +71,7 @@ class _Resized:
             "ceil": np.ceil(positions),
             "round_prefer_ceil": np.floor(positions + 0.5),
         }.get(mode, np.ceil(positions - 0.5))
-        if self.node.op_type == "Upsample" or builder_is_old(self.node):
+        if self.node.op_type == "Upsample" or _is_first(self.node):
             rounded = np.floor(positions)
         return rounded.clip(0, self.size - 1).astype(np.int64)
 
@@ -96,7 +98,7 @@ class _Resized:
         return result
 
 
-def builder_is_old(node: onnx.NodeProto) -> bool:
+def _is_first(node: onnx.NodeProto) -> bool:
     """Whether ``node`` is a Resize of opset 10, which has two inputs and rounds down."""
     return len(node.input) == 2
 
@@ -146,10 +148,12 @@ def _resized_axes(
     """Each axis that a Resize changes."""
     rank = len(shape)
     axes = [axis % rank for axis in graph.attribute(node, "axes", range(rank))]
-    is_old = builder_is_old(node)
+    is_old = _is_first(node)
     roi, scales, given = ("", node.input[1], "") if is_old else graph.operands(node, 4)[1:]
-    regions, factors, wanted = (scope.constant(name) if name else None for name in (roi, scales, given))
-    if scales and factors is None or given and wanted is None:
+    regions, factors, wanted = (
+        scope.constant(name) if name else None for name in (roi, scales, given)
+    )
+    if (scales and factors is None) or (given and wanted is None):
         return None
     is_crop = graph.text(node, "coordinate_transformation_mode") == "tf_crop_and_resize"
     if is_crop and regions is None:
@@ -190,7 +194,12 @@ def dft_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     shape, result = scope.shape(value), scope.shape(node.output[0])
     length = scope.constant(length_name) if length_name else None
     axis = scope.constant(axis_name) if axis_name else None
-    if shape is None or result is None or (length_name and length is None) or (axis_name and axis is None):
+    if (
+        shape is None
+        or result is None
+        or (length_name and length is None)
+        or (axis_name and axis is None)
+    ):
         return Declined("a shape, its length or its axis is not fixed")
     rank, default = len(shape), graph.number(node, "axis", 1) if builder.opset < 20 else -2
     at = int(default if axis is None else axis.item()) % rank
@@ -199,7 +208,9 @@ def dft_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     count = int(length.item()) if length is not None else size
     if inverse and onesided and length is None:
         count = 2 * (size - 1)
-    matrix = _fourier(size, parts, count, result[at], result[-1], inverse=inverse, onesided=onesided)
+    matrix = _fourier(
+        size, parts, count, result[at], result[-1], inverse=inverse, onesided=onesided
+    )
     if matrix.size > _MAX_VALUES:
         return Declined(f"its matrix has {matrix.size:,} values")
     order = [*(axis for axis in range(rank) if axis not in (at, rank - 1)), at, rank - 1]
@@ -254,11 +265,14 @@ def col2im_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
         for axis in range(count)
     ]
     matrix = np.zeros((columns, *map(int, image)))
-    places = itertools.product(itertools.product(*map(range, map(int, block))), itertools.product(*starts))
+    places = itertools.product(
+        itertools.product(*map(range, map(int, block))), itertools.product(*starts)
+    )
     for row, (offset, start) in enumerate(places):
         at = tuple(s + o * d for s, o, d in zip(start, offset, dilations, strict=True))
         if all(0 <= index < size for index, size in zip(at, image, strict=True)):
-            matrix[(row, *at)] = 1
+            place = (row, *at)
+            matrix[place] = 1
     matrix = np.ascontiguousarray(matrix.reshape(columns, -1).T)
     stored = builder.store(matrix.astype(builder.dtype))
     sizes = [result[0] * result[1], columns]
@@ -293,7 +307,9 @@ def conv_transpose_as_conv(node: onnx.NodeProto, scope: Scope, builder: Builder)
     weights = builder.transpose(weights, [0, 2, 1, *range(3, count + 3)])
     weights = builder.reshape(weights, [group * outputs, inputs, *kernel[2:]])
     operands = [value, weights, *([bias] if bias else [])]
-    return [builder.add("Conv", *operands, dilations=dilations, group=group, kernel_shape=kernel[2:])]
+    return [
+        builder.add("Conv", *operands, dilations=dilations, group=group, kernel_shape=kernel[2:])
+    ]
 
 
 def _pads_before(
@@ -308,7 +324,11 @@ def _pads_before(
     if auto not in ("SAME_UPPER", "SAME_LOWER") and not graph.attribute(node, "output_shape", []):
         return [*graph.attribute(node, "pads", [0] * count)[:count]]
     total = [
-        strides[i] * (shape[i + 2] - 1) + extra[i] + (kernel[i + 2] - 1) * dilations[i] + 1 - result[i + 2]
+        strides[i] * (shape[i + 2] - 1)
+        + extra[i]
+        + (kernel[i + 2] - 1) * dilations[i]
+        + 1
+        - result[i + 2]
         for i in range(count)
     ]
     return [size // 2 if auto == "SAME_UPPER" else size - size // 2 for size in total]

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -51,7 +52,9 @@ class _Window:
         if not padding:
             first, last = self.before, self.before + self.size
         present[first:last] = 1
-        return np.sum([present[self.of(offset)] for offset in range(self.kernel)], axis=0)
+        parts = np.stack([present[self.of(offset)] for offset in range(self.kernel)])
+        counts: Array = parts.sum(axis=0)
+        return counts
 
 
 @rewrites("AveragePool", "LpPool", "MaxPool")
@@ -59,10 +62,8 @@ def pool_as_slices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
     """A pool as the largest or the sum of slices."""
     (value,) = node.input
     shape, result = scope.shape(value), scope.shape(node.output[0])
-    if shape is None or result is None:
-        return Declined("a shape is not fixed")
-    if builder.dtype.kind != "f" or builder.opset < 10:
-        return Declined(f"it pools {builder.dtype} of opset {builder.opset}")
+    if shape is None or result is None or builder.dtype.kind != "f" or builder.opset < 10:
+        return Declined("a shape is not fixed, its opset is below 10, or it pools no floats")
     windows = _windows(node, shape, result)
     if len(node.output) > 1 and node.output[1]:
         return _with_indices(node, value, shape, windows, builder)
@@ -94,7 +95,9 @@ def _windows(
     pads = [*graph.attribute(node, "pads", [0] * 2 * count)]
     auto = graph.text(node, "auto_pad")
     for index in range(count):
-        covered = (result[index + 2] - 1) * strides[index] + (kernel[index] - 1) * dilations[index] + 1
+        covered = (
+            (result[index + 2] - 1) * strides[index] + (kernel[index] - 1) * dilations[index] + 1
+        )
         padding = max(0, covered - shape[index + 2])
         if auto == "SAME_UPPER":
             pads[index], pads[count + index] = padding // 2, padding - padding // 2
@@ -171,9 +174,11 @@ def _with_indices(
     if math.prod(window.kernel for window in windows) > _MAX_SLICES:
         return Declined("its kernel is large")
     spatial = np.arange(math.prod(shape[2:]))
-    order = "F" if graph.number(node, "storage_order", 0) else "C"
-    numbers = np.arange(math.prod(shape[:2])).reshape(*shape[:2], *[1] * len(windows)) * spatial.size
-    numbers = numbers + spatial.reshape(shape[2:], order=order)
+    order: Literal["C", "F"] = "F" if graph.number(node, "storage_order", 0) else "C"
+    numbers = (
+        np.arange(math.prod(shape[:2])).reshape(*shape[:2], *[1] * len(windows)) * spatial.size
+    )
+    numbers = numbers + spatial.reshape(tuple(shape[2:]), order=order)
     pads = [(window.before, window.total - window.before - window.size) for window in windows]
     numbers = np.pad(numbers, [(0, 0), (0, 0), *pads]).astype(np.int64)
     padded = _padded(value, [*shape], windows, float(np.finfo(builder.dtype).min), builder)
@@ -181,7 +186,8 @@ def _with_indices(
     for offsets in itertools.product(*(range(window.kernel) for window in windows)):
         part = _sliced(padded, windows, offsets, builder)
         slices = [window.of(offset) for window, offset in zip(windows, offsets, strict=True)]
-        own = builder.store(numbers[(slice(None), slice(None), *slices)])
+        at = (slice(None), slice(None), *slices)
+        own = builder.store(numbers[at])
         if largest:
             is_larger = builder.add("Greater", part, largest)
             index = builder.add("Where", is_larger, own, index)

@@ -128,9 +128,7 @@ def einsum_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     return [sums.ordered(sums.summed(first, result), result).value]
 
 
-def _parse(
-    equation: str, shapes: Sequence[tuple[int, ...]]
-) -> tuple[list[str], str] | Declined:
+def _parse(equation: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str] | Declined:
     """The letters of the operands and of the result. The dimensions of an ellipsis get letters too."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -180,7 +178,11 @@ def reduce_as_products(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
 @rewrites("CumProd")
 def cumulate_as_products(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Products with what is 1, 2, 4 and more places before."""
-    value, shape, constant = node.input[0], scope.shape(node.input[0]), scope.constant(node.input[1])
+    value, shape, constant = (
+        node.input[0],
+        scope.shape(node.input[0]),
+        scope.constant(node.input[1]),
+    )
     if shape is None or constant is None:
         return Declined("its axis or its shape is not fixed")
     axis, reverse = int(constant.item()) % len(shape), graph.number(node, "reverse", 0)
@@ -213,7 +215,9 @@ def det_as_products(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     if shape is None or shape[-1] > _MAX_ROWS:
         return Declined(f"its matrices have more than {_MAX_ROWS} rows, or no fixed shape")
     rows = [builder.item(node.input[0], len(shape) - 2, row) for row in range(shape[-1])]
-    values = [[builder.item(row, len(shape) - 2, column) for column in range(shape[-1])] for row in rows]
+    values = [
+        [builder.item(row, len(shape) - 2, column) for column in range(shape[-1])] for row in rows
+    ]
 
     def expanded(row: int, columns: Sequence[int]) -> str:
         if len(columns) == 1:

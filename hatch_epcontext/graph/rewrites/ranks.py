@@ -20,10 +20,11 @@ _MOST = 4
 _RESHAPING = operators.RESHAPING - {"Identity"}
 
 _ELEMENTWISE = """
-Abs Add And Cast Ceil Celu Clip Cos Div Elu Equal Erf Exp Expand Floor Gelu Greater GreaterOrEqual HardSigmoid
-HardSwish Identity LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or PRelu Pow Reciprocal Relu
-Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Sub Sum Tan Tanh Where Xor
-""".split()
+Abs Add And Cast Ceil Celu Clip Cos Div Elu Equal Erf Exp Expand Floor Gelu Greater GreaterOrEqual
+HardSigmoid HardSwish Identity LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or
+PRelu Pow Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Sub Sum Tan Tanh Where
+Xor
+"""
 
 _ALONG_AXIS = ("ArgMax", "ArgMin", "Concat", "GatherElements", "LogSoftmax", "Softmax", "Split")
 
@@ -115,54 +116,54 @@ def reduce_rank_of_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) 
     return [builder.reshape(builder.add("Gather", rows, indices, axis=1), result)]
 
 
-@rewrites(*_ELEMENTWISE, *_ALONG_AXIS, *_REDUCING)
+@rewrites(*_ELEMENTWISE.split(), *_ALONG_AXIS, *_REDUCING)
 def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """An operator of each value, or along some axes, with the other dimensions joined."""
     if not _is_high(node, scope):
         return None
     shapes = {name: scope.shape(name) for name in (*node.input, *node.output) if name}
     known = {name: shape for name, shape in shapes.items() if shape is not None}
-    if len(known) < len(shapes):
-        return Declined("a shape is not fixed")
-    rank = max(map(len, known.values()))
-    inputs, axes = [*node.input], list[int]()
-    if node.op_type in _REDUCING:
-        reduced = scope.axes(node)
-        if reduced is None:
-            return Declined("its axes are computed")
-        inputs, axes = inputs[:1], reduced
-    elif node.op_type == "Expand":
-        inputs = inputs[:1]
-    elif node.op_type in _ALONG_AXIS:
-        if "oftmax" in node.op_type and builder.opset < _SOFTMAX_OF_ONE_AXIS:
-            return Declined("it is over several axes")
-        default = -1 if "oftmax" in node.op_type else 0
-        axes = [graph.number(node, "axis", default) % rank]
-        inputs = inputs[:1] if node.op_type == "Split" else inputs
+    rank = max(map(len, known.values()), default=0)
+    axes = _axes(node, rank, scope, builder)
+    if len(known) < len(shapes) or axes is None:
+        return Declined("a shape or its axes are not fixed")
+    is_moved = node.op_type == "Expand" or node.op_type in _REDUCING or node.op_type == "Split"
+    inputs = node.input[:1] if is_moved else node.input
     results = [known[name] for name in node.output if name]
     groups = _groups([known[name] for name in inputs if name], results, axes, rank)
     if len(groups) > _MOST:
         return Declined(f"{len(groups)} of its dimensions cannot be joined")
     values = [name and _grouped(name, known[name], groups, rank, builder) for name in inputs]
-    if node.op_type == "Expand":
-        grouped = [math.prod(results[0][axis] for axis in group) for group in groups]
-        values.append(builder.integers(grouped))
-    elif node.op_type in _REDUCING:
-        at = [index for index, group in enumerate(groups) if group[0] in axes]
+    at = [index for index, group in enumerate(groups) if group[0] in axes]
+    if node.op_type in _REDUCING:
         value = builder.reduced(node.op_type, values[0], at, keepdims=1)
         return [builder.reshape(value, results[0])]
+    if node.op_type == "Expand":
+        sizes = [math.prod(results[0][axis] for axis in group) for group in groups]
+        values.append(builder.integers(sizes))
     elif node.op_type == "Split":
         values += node.input[1:]
     outputs = builder.add_like(node, node.op_type, values)
-    for attribute in builder.nodes[-1].attribute:
-        if attribute.name == "axis":
-            attribute.i = next(i for i, group in enumerate(groups) if axes[0] in group)
-        elif attribute.name == "keepdims":
-            attribute.i = 1
-    if axes and not any(a.name == "axis" for a in builder.nodes[-1].attribute):
-        axis = next(i for i, group in enumerate(groups) if axes[0] in group)
-        builder.nodes[-1].attribute.append(onnx.helper.make_attribute("axis", axis))
-    return [name and builder.reshape(name, known[old]) for name, old in zip(outputs, node.output, strict=True)]
+    own = builder.nodes[-1]
+    kept = [entry for entry in own.attribute if entry.name not in ("axis", "keepdims")]
+    del own.attribute[:]
+    own.attribute.extend(kept)
+    if at:
+        own.attribute.append(onnx.helper.make_attribute("axis", at[0]))
+    pairs = zip(outputs, node.output, strict=True)
+    return [name and builder.reshape(name, known[old]) for name, old in pairs]
+
+
+def _axes(node: onnx.NodeProto, rank: int, scope: Scope, builder: Builder) -> list[int] | None:
+    """The axes along which ``node`` computes; None if they are unknown."""
+    if node.op_type in _REDUCING:
+        return scope.axes(node)
+    if node.op_type not in _ALONG_AXIS:
+        return []
+    is_softmax = node.op_type in ("LogSoftmax", "Softmax")
+    if is_softmax and builder.opset < _SOFTMAX_OF_ONE_AXIS:
+        return None
+    return [graph.number(node, "axis", -1 if is_softmax else 0) % rank]
 
 
 def _groups(
@@ -171,7 +172,7 @@ def _groups(
     axes: Sequence[int],
     rank: int,
 ) -> list[list[int]]:
-    """Neighbouring dimensions that all values have in common, or that one repeats together; ``axes`` alone."""
+    """Neighbouring dimensions that all values have, or repeat, together; ``axes`` alone."""
     full = [(*[1] * (rank - len(shape)), *shape) for shape in inputs]
     if not axes:
         full += [(*[1] * (rank - len(shape)), *shape) for shape in outputs]
@@ -181,8 +182,14 @@ def _groups(
     for axis in range(rank):
         last = groups[-1] if groups else []
         apart = axis in axes or any(other in axes for other in last)
-        same = last and not apart and (
-            repeats[axis] == repeats[last[0]] or largest[axis] == 1 or all(largest[i] == 1 for i in last)
+        same = (
+            last
+            and not apart
+            and (
+                repeats[axis] == repeats[last[0]]
+                or largest[axis] == 1
+                or all(largest[i] == 1 for i in last)
+            )
         )
         if same:
             last.append(axis)

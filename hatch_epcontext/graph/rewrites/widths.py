@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 import onnx
@@ -11,7 +10,7 @@ from onnx import TensorProto
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Rewrite
+from hatch_epcontext.graph.rewriting import Operators, Rewrite, onnx_operators
 from hatch_epcontext.graph.scope import Scope
 
 _WIDER: Mapping[int, int] = {
@@ -31,18 +30,11 @@ _OF_BITS = frozenset(
 _QUANTIZED = ("quantize", "qlinear", "integer")
 
 
-class _Typed:
-    """The operators of ONNX that may compute in 32 bits."""
-
-    def __contains__(self, operator: object) -> bool:
-        name = str(operator)
-        is_quantized = any(part in name.lower() for part in _QUANTIZED)
-        return "." not in name and name not in _OF_BITS and not is_quantized and bool(_schema(name))
-
-
-@functools.cache
-def _schema(name: str) -> onnx.defs.OpSchema | None:
-    return onnx.defs.get_schema(name) if onnx.defs.has(name) else None
+def _is_typed(operator: str) -> bool:
+    """Whether ``operator`` is one of ONNX that may compute in 32 bits."""
+    is_quantized = any(part in operator.lower() for part in _QUANTIZED)
+    is_own = "." not in operator and onnx.defs.has(operator)
+    return is_own and operator not in _OF_BITS and not is_quantized
 
 
 def _widen(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -86,5 +78,5 @@ def _cast(name: str, to: int, scope: Scope, builder: Builder) -> str:
     return builder.add("Cast", name, to=to)
 
 
-compute_in_32_bits = Rewrite("compute_in_32_bits", _Typed(), _widen)
+compute_in_32_bits = Rewrite("compute_in_32_bits", Operators(onnx_operators, _is_typed), _widen)
 """An operator of integers of 8, 16 or 64 bits without sign, or of float64, between Casts."""

@@ -13,14 +13,20 @@ from hatch_epcontext.graph.rewrites.decompositions import (
     decompose_comparison,
     decompose_fused_conv,
     decompose_normalization,
+    decompose_picture,
+    decompose_quantization,
     decompose_reduction,
     decompose_softplus,
     erf_as_tanh,
-    inline_function,
-    reverse_sequence_as_gather,
+    gather_blocks,
+    move_between_floats,
+    reduce_nothing,
     scatter_as_matmul,
     slice_as_gather,
-    tensor_scatter_as_where,
+)
+from hatch_epcontext.graph.rewrites.functions import inline_function
+from hatch_epcontext.graph.rewrites.indexing import (
+    reverse_sequence_as_gather,
 )
 from hatch_epcontext.graph.rewriting import Rewrite
 from tests.conftest import newer_runtime
@@ -264,8 +270,6 @@ TWO_AXES = """(float[2, 9] x, int64[2] i) => (float[1, 3] y) <int64[2] n = {1, 3
         (decompose_softplus, parsed("(float[8] x) => (float[8] y) { y = Softsign (x) }"), []),
         (decompose_reduction, parsed("(int32[8] x) => (int32[1] y) { y = ReduceL1 (x) }"),
          ["it reduces int32"]),
-        (tensor_scatter_as_where, parsed("""(float[2, 7, 4] x, float[2, 3, 4] u, int64[2] i)
-            => (float[2, 7, 4] y) { y = TensorScatter (x, u, i) }""", 24), ["it writes 3 rows"]),
         (cast_as_dequantize, parsed("(int32[9] x) => (float[9] y) { y = Cast <to = 1> (x) }"), []),
         (cast_as_dequantize, parsed("(int16[9] x) => (int32[9] y) { y = Cast <to = 6> (x) }"), []),
         (decompose_comparison, parsed("(float[9] x) => (bool[9] y) { y = Greater (x, x) }"), []),
@@ -281,7 +285,6 @@ TWO_AXES = """(float[2, 9] x, int64[2] i) => (float[1, 3] y) <int64[2] n = {1, 3
             { y = ScatterElements <reduction = "add"> (x, i, u) }""", 18), NO_ROWS),
         (scatter_as_matmul, scattering("Expand", [9999, 9], [9999, 9], "add"),
          ["its mask has 99,980,001 values"]),
-        (reverse_sequence_as_gather, parsed(REVERSING % (2, "4, 3", 0, 1)), ["its lengths differ"]),
         (slice_as_gather, slicing(1, shape="2, n"), ["the length of its result is not fixed"]),
         *((slice_as_gather, parsed(TWO_AXES.replace("{}", stored, 1).replace("{}", axes)),
            ["its start has 2 axes"]) for stored, axes in ((", int64[2] axes = {0, 1}", ", axes"), ("", ""))),
@@ -294,3 +297,86 @@ def test_what_a_rewrite_is_not_for_stays_and_the_reason_is_named(
     rewrite: Rewrite, model: onnx.ModelProto, expected: list[str]
 ) -> None:
     assert reasons(model, rewrite) == expected
+
+
+PICTURES = [
+    ("Affine <alpha = 2.0, beta = 0.5> (x)", 6),
+    ("ImageScaler <bias = [0.5, 1.0, 2.0], scale = 0.25> (x)", 6),
+    ("Crop <border = [1, 2, 1, 0]> (x)", 4),
+    ("Crop <border = [1, 0, 0, 0], scale = [6, 4]> (x)", 4),
+]
+
+
+@pytest.mark.parametrize(("node", "width"), PICTURES)
+@pytest.mark.parametrize("opset", [7, 9])
+def test_old_operators_of_pictures_are_sums_and_slices(node: str, width: int, opset: int) -> None:
+    height = 4 if "2, 1, 0" in node else 6
+    model = parsed(
+        f"(float[1, 3, 6, 6] x) => (float[1, 3, {height}, {width}] y) {{ y = {node} }}",
+        opset,
+        check=False,
+    )
+    assert operators(model)[0] not in operators(rewritten(model, decompose_picture))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
+@pytest.mark.parametrize(("sizes", "axis"), [((), 1), ((3,), 1), ((4,), -1)])
+@pytest.mark.parametrize("operator", ["QuantizeLinear", "DequantizeLinear"])
+def test_a_quantization_at_an_end_is_a_quotient_or_a_product(
+    operator: str, dtype: str, sizes: tuple[int, ...], axis: int
+) -> None:
+    ends = ("float", dtype) if operator == "QuantizeLinear" else (dtype, "float")
+    model = parsed(
+        f"""({ends[0]}[2, 3, 4] x) => ({ends[1]}[2, 3, 4] y)
+        {{ y = {operator} <axis = {axis}> (x, s, z) }}""",
+        21,
+        10,
+        s=np.full(sizes, 0.07, np.float32),
+        z=np.full(sizes, 7, dtype),
+    )
+    assert operator not in operators(rewritten(model, decompose_quantization))
+
+
+def test_a_quantization_inside_of_a_graph_stays_for_an_ep_to_fuse() -> None:
+    model = parsed(
+        """(float[2, 3] x) => (float[2, 3] y)
+        { q = QuantizeLinear (x, s, z) y = DequantizeLinear (q, s, z) }""",
+        s=np.float32(0.05),
+        z=np.uint8(128),
+    )
+    assert reasons(model, decompose_quantization) == []
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_rows_of_quantized_tables_are_unpacked(zeros: bool) -> None:
+    model = parsed(
+        f"""(int64[1, 5] i) => (float[1, 5, 64] y) {{ y = com.microsoft.GatherBlockQuantized
+        <bits = 4, block_size = 32, quantize_axis = 1> (q, i, s{", z" if zeros else ""}) }}""",
+        21,
+        q=RNG.integers(0, 256, (999, 32)).astype(np.uint8),
+        s=(999, 2),
+        z=RNG.integers(0, 256, (999, 1)).astype(np.uint8),
+    )
+    assert operators(rewritten(model, gather_blocks))[0] == "Gather"
+
+
+def test_quantized_values_are_pooled_as_floats() -> None:
+    model = parsed(
+        """(float[1, 1, 4, 4] x) => (uint8[1, 1, 3, 3] y) {
+            q = QuantizeLinear (x, s, z) y = MaxPool <kernel_shape = [2, 2]> (q) }""",
+        s=np.float32(0.05),
+        z=np.uint8(128),
+    )
+    expected = ["QuantizeLinear", "DequantizeLinear", "MaxPool", "QuantizeLinear"]
+    assert operators(rewritten(model, move_between_floats)) == expected
+
+
+@pytest.mark.parametrize("operator", ["ReduceMean", "ReduceL1", "ReduceSumSquare"])
+def test_a_reduction_along_no_axis_is_a_function_of_each_value(operator: str) -> None:
+    model = parsed(
+        f"""(float[2, 3] x) => (float[2, 3] y)
+        {{ y = {operator} <noop_with_empty_axes = 1> (x, axes) }}""",
+        18,
+        axes=np.zeros(0, np.int64),
+    )
+    assert operator not in operators(rewritten(model, reduce_nothing))

@@ -16,6 +16,7 @@ from hatch_epcontext.graph.rewrites.precise import PRECISE
 from hatch_epcontext.graph.rewriting import apply
 from hatch_epcontext.worker.ort_values import value_types
 from tests.graph.rewrites.equal import check_equal, session
+from tests.graph.rewrites.test_node_tests import OPERATORS
 
 # All opsets of all rules take more than ten seconds.
 pytestmark = pytest.mark.slow
@@ -234,7 +235,19 @@ def changed(before: onnx.ModelProto, kind: str, name: str) -> onnx.ModelProto:
     return after
 
 
+OTHERS = {
+    *("apply_text", "compute_in_32_bits", "inline_function"),
+    *("decompose_picture", "decompose_quantization", "gather_blocks", "move_between_floats"),
+    *("reduce_nothing", "reduce_rank", "reduce_rank_of_gather", "reduce_rank_of_transpose"),
+    *("join_reshapes", "drop_single"),
+}
+"""Those of many operators, and of ONNX Runtime's own; other tests have examples."""
+
+
 def test_each_change_has_a_case() -> None:
-    assert set(FORMS) == {operator for rewrite in REWRITES for operator in rewrite.operators}
-    assert set(UNROLLABLE) == {operator for rewrite in UNROLLS for operator in rewrite.operators}
+    listed = {o for rewrite in REWRITES for o in rewrite.operators if rewrite.name not in OTHERS}
+    assert listed - set(OPERATORS) <= set(FORMS)
+    # A Scan is that of a LinearAttention in ONNX's tests.
+    unrolled = {operator for rewrite in UNROLLS for operator in rewrite.operators}
+    assert set(UNROLLABLE) == unrolled - {"Scan"}
     assert set(CORRECTED) == set(PRECISE)

@@ -1,0 +1,195 @@
+"""Texts of ONNX Runtime's own operators, compared with its kernels on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from hatch_epcontext.graph.rewrites.functions import apply_text, texts
+from hatch_epcontext.graph.rewriting import apply
+from tests.conftest import newer_runtime
+from tests.graph.rewrites.equal import session
+from tests.models import parsed
+
+RNG = np.random.default_rng(3)
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 5, 16, 4
+
+HIDDEN = f"(float[{BATCH}, {LENGTH}, {WIDTH}] x) => (float[{BATCH}, {LENGTH}, {WIDTH}] y)"
+
+
+def floats(*shape: int) -> Any:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def scalars(**values: float) -> dict[str, Any]:
+    """Scales, and zero points, whose names begin with z."""
+    return {
+        name: np.array(value, np.uint8 if name.startswith("z") else np.float32)
+        for name, value in values.items()
+    }
+
+
+def masks() -> Iterator[tuple[str, Any]]:
+    inside = (np.arange(LENGTH) < np.array([[3], [5]])).astype(np.int32)
+    yield "", None
+    yield "lengths", np.array([3, 5], np.int32)
+    yield "of values", inside
+    yield "of pairs", np.tril(np.ones((BATCH, LENGTH, LENGTH), np.int32))
+
+
+def attention() -> Iterator[tuple[str, dict[str, Any]]]:
+    stored = {"w": floats(WIDTH, 3 * WIDTH) * 0.3, "b": floats(3 * WIDTH)}
+    caches = {"c": floats(2, BATCH, HEADS, 3, 4)}
+    for causal in (0, 1):
+        attributes = f"num_heads = {HEADS}, unidirectional = {causal}"
+        for _, mask in masks():
+            more = {} if mask is None else {"m": mask}
+            operands = "x, w, b" if mask is None else "x, w, b, m"
+            yield f"Attention <{attributes}> ({operands})", {**stored, **more}
+        yield f"Attention <{attributes}> (x, w)", stored
+        yield f"Attention <{attributes}> (x, w, b, , c)", {**stored, **caches}
+    more = {"a": floats(1, HEADS, LENGTH, LENGTH)}
+    yield f"Attention <num_heads = {HEADS}, scale = 0.3> (x, w, b, , , a)", {**stored, **more}
+
+
+def multi_head_attention() -> Iterator[tuple[str, dict[str, Any]]]:
+    shape = (BATCH, LENGTH, WIDTH)
+    stored = {"k": floats(*shape), "v": floats(*shape), "b": floats(3 * WIDTH)}
+    for causal in (0, 1):
+        start = f"MultiHeadAttention <num_heads = {HEADS}, unidirectional = {causal}> (x, k, v"
+        for _, mask in masks():
+            more = {} if mask is None else {"m": mask}
+            yield f"{start}, b{', m' if more else ''})", {**stored, **more}
+        cache = {"c": floats(BATCH, HEADS, 3, 4), "d": floats(BATCH, HEADS, 3, 4)}
+        yield f"{start}, , , , c, d)", {**stored, **cache}
+    cross = {"k": floats(BATCH, HEADS, 7, 4), "v": floats(BATCH, HEADS, 7, 4)}
+    yield f"MultiHeadAttention <num_heads = {HEADS}> (x, k, v)", cross
+
+
+def gates() -> Iterator[tuple[str, dict[str, Any]]]:
+    bias = {"b": floats(WIDTH)}
+    yield "Gelu (x)", {}
+    yield "BiasGelu (x, b)", bias
+    yield "FastGelu (x)", {}
+    yield "FastGelu (x, b)", bias
+    yield "QuickGelu (x)", {}
+    yield "QuickGelu <alpha = 1.1> (x)", {}
+    yield "FusedMatMul <alpha = 0.5> (x, w)", {"w": floats(WIDTH, WIDTH)}
+    yield "FusedMatMul <transB = 1> (x, w)", {"w": floats(WIDTH, WIDTH)}
+
+
+def normalizations() -> Iterator[tuple[str, dict[str, Any]]]:
+    shape = (BATCH, LENGTH, WIDTH)
+    stored = {"s": floats(*shape), "g": floats(WIDTH), "b": floats(WIDTH), "c": floats(WIDTH)}
+    for operands in ("x, s, g", "x, s, g, b", "x, s, g, b, c", "x, s, g, , c"):
+        yield f"SkipLayerNormalization ({operands})", stored
+    yield "SkipLayerNormalization <epsilon = 0.1> (x, s, g, b)", stored
+
+
+FORMS = [*attention(), *multi_head_attention(), *gates(), *normalizations()]
+
+
+def compare(model: onnx.ModelProto, atol: float = 1e-4) -> None:
+    """The model gives the same results after its texts were applied."""
+    before, names = session(model), {value.name: value for value in model.graph.input}
+    after = onnx.ModelProto.FromString(model.SerializeToString())
+    operators = frozenset(texts())
+    assert apply(after, [apply_text], operators, {}).names == ("apply_text",)
+    assert "com.microsoft" not in {node.domain for node in after.graph.node}
+    feeds = {}
+    for name, value in names.items():
+        shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        is_float = value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        most = 2 if name == "m" else 9
+        feeds[name] = floats(*shape) if is_float else RNG.integers(0, most, shape).astype(dtype)
+    pairs = zip(before.run(None, feeds), session(after).run(None, feeds), strict=True)
+    for right, result in pairs:
+        assert (right.dtype, right.shape) == (result.dtype, result.shape)
+        np.testing.assert_allclose(result.astype(float), right.astype(float), 1e-3, atol)
+
+
+@pytest.mark.parametrize("opset", [11, 13, 18, 21])
+@pytest.mark.parametrize(("node", "stored"), FORMS, ids=[node for node, _ in FORMS])
+@newer_runtime
+def test_a_fused_operator_is_what_its_text_says(
+    node: str, stored: dict[str, Any], opset: int
+) -> None:
+    # ONNX Runtime needs the new caches beside the old ones.
+    outputs = {", c)": "y, p", ", c, d)": "y, p, q"}
+    results = next((names for end, names in outputs.items() if node.endswith(end)), "y")
+    text = f"{HIDDEN} {{ {results} = com.microsoft.{node} }}"
+    compare(parsed(text, opset, check=False, **stored))
+
+
+SCALES = scalars(a=0.02, za=128, b=0.03, zb=100, c=0.05, zc=120)
+
+QUANTIZED = {
+    "(uint8[3, 4] x, uint8[3, 4] u) => (uint8[3, 4] y)": (
+        "QLinearAdd (x, a, za, u, b, zb, c, zc)",
+        "QLinearMul (x, a, za, u, b, zb, c, zc)",
+    ),
+    "(uint8[3, 4] x) => (uint8[3, 4] y)": (
+        "QLinearSigmoid (x, a, za, c, zc)",
+        "QLinearLeakyRelu <alpha = 0.2> (x, a, za, c, zc)",
+        "QLinearSoftmax <axis = 1, opset = 13> (x, a, za, c, zc)",
+    ),
+    "(uint8[3, 4] x) => (uint8[3, 5] y)": ("QGemm <transB = 1> (x, a, za, w, b, zb, s, c, zc)",),
+    "(uint8[1, 3, 4, 4] x) => (uint8[1, 3, 2, 2] y)": (
+        "QLinearAveragePool <kernel_shape = [2, 2], strides = [2, 2]> (x, a, za, a, za)",
+    ),
+    "(uint8[1, 3, 4, 4] x) => (uint8[1, 3, 1, 1] y)": (
+        "QLinearGlobalAveragePool (x, a, za, a, za)",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("ends", "node"), [(ends, node) for ends, nodes in QUANTIZED.items() for node in nodes]
+)
+def test_an_operator_of_integers_is_one_of_floats(ends: str, node: str) -> None:
+    stored = {"w": RNG.integers(0, 255, (5, 4)).astype(np.uint8), **SCALES}
+    stored["s"] = RNG.integers(-99, 99, 5).astype(np.int32)
+    # Both round halves, of slightly different sums.
+    compare(parsed(f"{ends} {{ y = com.microsoft.{node} }}", check=False, **stored), atol=1)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("segments", [False, True])
+def test_an_embedding_is_a_sum_of_rows(segments: bool, mask: bool) -> None:
+    operands = f"i, {'t' if segments else ''}, w, p, {'u' if segments else ''}, g, b"
+    operands += ", m" if mask else ""
+    model = parsed(
+        f"""(int32[2, 5] i, int32[2, 5] t, int32[2, 5] m) => (float[2, 5, 16] y, int32[2] z)
+        {{ y, z = com.microsoft.EmbedLayerNormalization ({operands}) unused = Add (t, m) }}""",
+        check=False,
+        w=floats(9, 16),
+        p=floats(20, 16),
+        u=floats(9, 16),
+        g=floats(16),
+        b=floats(16),
+    )
+    compare(model)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 8), (2, 5, 32)])
+def test_a_rotation_has_one_angle_for_each_pair(shape: tuple[int, ...]) -> None:
+    model = parsed(
+        f"""(float{list(shape)} x, int64[2, 5] p) => (float{list(shape)} y)
+        {{ y = com.microsoft.RotaryEmbedding (x, p, c, s) }}""",
+        check=False,
+        c=floats(10, 4),
+        s=floats(10, 4),
+    )
+    compare(model)
+
+
+@pytest.mark.parametrize("operator", texts())
+def test_each_text_is_onnx_syntax(operator: str) -> None:
+    function = onnx.parser.parse_function(texts()[operator])
+    assert operator in (function.name, f"{function.domain}.{function.name}")

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from hatch_epcontext.graph.graph import inferred, sizes
+from hatch_epcontext.graph.rewrites import REWRITES
+from tests.graph.rewrites.equal import operators, rewritten
+from tests.models import parsed
+
+RANKS = [
+    rewrite for rewrite in REWRITES if "rank" in rewrite.name or rewrite.name == "join_reshapes"
+]
+BY_NAME = {rewrite.name: rewrite for rewrite in RANKS}
+
+BLOCKS = "(float[2, 4, 9] x) => (float[{result}] y) <int64[6] wide = {{2, 2, 2, 3, 3, 1}}, {more}>"
+SPLIT = "a = Reshape (x, wide)"
+
+NODES = {
+    "Transpose": ("reduce_rank_of_transpose", "b = Transpose <perm = [0, 3, 1, 4, 2, 5]> (a)"),
+    "Gather": ("reduce_rank_of_gather", "b = Gather <axis = 2> (a, i)"),
+    "Tanh": ("reduce_rank", "b = Tanh (a)"),
+    "Mul": ("reduce_rank", "b = Mul (a, row)"),
+    "Softmax": ("reduce_rank", "b = Softmax <axis = 3> (a)"),
+    "ReduceSum": ("reduce_rank", "b = ReduceSum <keepdims = 0> (a, axes)"),
+    "Concat": ("reduce_rank", "b = Concat <axis = 1> (a, a)"),
+}
+
+
+@pytest.mark.parametrize("operator", NODES)
+def test_what_has_six_dimensions_has_few_between_reshapes(operator: str) -> None:
+    name, node = NODES[operator]
+    size = {"ReduceSum": 18, "Concat": 144}.get(operator, 72)
+    model = parsed(
+        f"""(float[2, 4, 9] x) => (float[{size}] y) <int64[6] wide = {{2, 2, 2, 3, 3, 1}},
+        int64[1] flat = {{-1}}, int64[2] i = {{1, 0}}, int64[2] axes = {{1, 2}},
+        float[3, 1] row = {{1, 2, 3}}>
+        {{ {SPLIT} {node} y = Reshape (b, flat) }}"""
+    )
+    refused = [*{"Reshape", operator}]
+    after = rewritten(model, BY_NAME[name], BY_NAME["join_reshapes"], refused=refused)
+    values = inferred(after).value_info
+    assert max(len(sizes(value.type) or ()) for value in values if value.name not in ("a", "b")) < 6
+    assert operator in operators(after)
