@@ -30,7 +30,6 @@ from hatch_epcontext.graph.rewrites.grids import grid_sample_as_gathers
 from hatch_epcontext.graph.rewrites.indexing import (
     affine_grid_as_matmul,
     drop_single,
-    eye_as_constant,
     one_hot_as_where,
     pad_as_concat,
     reverse_sequence_as_gather,
@@ -86,7 +85,6 @@ REWRITES: tuple[Rewrite, ...] = (
     affine_grid_as_matmul,
     pad_as_concat,
     one_hot_as_where,
-    eye_as_constant,
     drop_single,
     einsum_as_matmul,
     reduce_as_products,

@@ -48,8 +48,8 @@ def texts() -> Mapping[str, str]:
 
 
 def _is_defined(operator: str) -> bool:
-    """Whether ONNX defines ``operator`` by others."""
-    is_own = "." not in operator and onnx.defs.has(operator)
+    """Whether ONNX defines ``operator`` by others, and no text does."""
+    is_own = "." not in operator and onnx.defs.has(operator) and operator not in texts()
     return is_own and has_function(onnx.defs.get_schema(operator))
 
 

@@ -143,15 +143,6 @@ def tensor_scatter_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder
     return [builder.add("Where", hit, update, cache)]
 
 
-@rewrites("EyeLike")
-def eye_as_constant(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """Ones on a diagonal, whose number follows from the shape."""
-    shape, dtype = scope.shape(node.input[0]), scope.dtype(node.output[0])
-    if shape is None or dtype is None:
-        return Declined("its shape or its type is not known")
-    return [builder.store(np.eye(shape[0], shape[1], graph.number(node, "k", 0), dtype))]
-
-
 @rewrites("AffineGrid")
 def affine_grid_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The product of stored places in a unit cube with the transformations."""

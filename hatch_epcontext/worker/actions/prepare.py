@@ -15,6 +15,9 @@ from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.dequantize import is_static
 from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.empties import fold_empty, has_empty
+from hatch_epcontext.graph.builder import separate_outputs
+from hatch_epcontext.graph.constants import fold_constants, has_constants
+from hatch_epcontext.graph.dequantize import is_static
 from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.graph.versions import lower_newest
 from hatch_epcontext.text import count
@@ -70,8 +73,8 @@ def handle(request: PrepareRequest) -> Prepared:
     # Integers show what they saturate at.
     shown = onnx_model if done else onnx.load(result, load_external_data=False)
     folded = typed_graph(shown, model)
-    if simplified is not None and done is None and has_empty(folded):
-        result, simplified, folded = _without_empty(result, simplified, folded, request)
+    if simplified is not None and done is None and has_constants(folded):
+        result, simplified, folded = _folded_constants(result, simplified, folded, request)
     del shown
     # The result is compared with the form before its static quantization is undone.
     expected = _reference(request, onnx_model, integers, form, folded)
@@ -187,12 +190,12 @@ def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.Inferen
     return optimize(source, result, "basic", fuse=request.fuse)
 
 
-def _without_empty(
+def _folded_constants(
     path: Path, session: ort.InferenceSession, folded: onnx.GraphProto, request: PrepareRequest
 ) -> tuple[Path, ort.InferenceSession, onnx.GraphProto]:
     """The simplified model at ``path`` without values that have no numbers: some EPs crash at them."""
     model = onnx.load(path, load_external_data=False)
-    if not fold_empty(model):
+    if not fold_constants(model):
         return path, session, folded
     changed, result = path.with_suffix(".filled"), path.with_name(f"{path.stem}.filled.onnx")
     onnx.save(model, changed)

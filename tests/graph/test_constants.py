@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 
-from hatch_epcontext.graph.empties import fold_empty, has_empty
+from hatch_epcontext.graph.constants import fold_constants, has_constants
 from hatch_epcontext.graph.graph import inferred
 from tests.graph.rewrites.equal import check_equal, operators
 from tests.models import parsed
@@ -25,14 +25,14 @@ def test_what_has_no_values_is_no_node(what: str) -> None:
         wide=np.zeros((16, 0), np.float32),
         tall=np.zeros((0, 16), np.float32),
     )
-    assert has_empty(inferred(model))
+    assert has_constants(inferred(model))
     after = onnx.ModelProto.FromString(model.SerializeToString())
-    assert fold_empty(after)
+    assert fold_constants(after)
     check_equal(model, after)
     assert operators(after)[-1] == expected[-1]
 
 
 def test_a_model_whose_values_have_numbers_stays() -> None:
     model = parsed("(float[2] x) => (float[2] y) { a = Neg (x) y = Abs (a) }")
-    assert not has_empty(inferred(model))
-    assert not fold_empty(model)
+    assert not has_constants(inferred(model))
+    assert not fold_constants(model)

@@ -1,4 +1,4 @@
-"""Values without numbers, whose shape has a 0: what is computed of them is a constant."""
+"""Constants that shapes decide: what has no numbers, and what is computed of that, and EyeLike."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ _ZEROS = frozenset({"MatMul", "ReduceL1", "ReduceL2", "ReduceSum", "ReduceSumSqu
 """Operators whose result is zero if they sum nothing."""
 
 
-def has_empty(main: onnx.GraphProto) -> bool:
-    """Whether a value inside ``main``, which has the types of its values, has no numbers."""
+def has_constants(main: onnx.GraphProto) -> bool:
+    """Whether shapes decide a value inside ``main``, which has the types of its values."""
+    if any(node.op_type == "EyeLike" for node in main.node):
+        return True
     return any(0 in (graph.sizes(value.type) or ()) for value in main.value_info)
 
 
-def fold_empty(model: onnx.ModelProto) -> bool:
-    """Replace nodes of the main graph of ``model`` that have empty values, in place; False if none are."""
+def fold_constants(model: onnx.ModelProto) -> bool:
+    """Replace such nodes of the main graph of ``model`` by their values, in place; False if none are."""
     builder, scope = Builder(model), Scope.of(model)
     operators = {graph.operator(node) for node in model.graph.node}
     if not builder.replace(scope, dict.fromkeys(operators, _folded), nested=False):
@@ -31,6 +33,11 @@ def fold_empty(model: onnx.ModelProto) -> bool:
 
 
 def _folded(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    if node.op_type == "EyeLike":
+        sizes, dtype = scope.shape(node.input[0]), scope.dtype(node.output[0])
+        if sizes is None or dtype is None:
+            return None
+        return [builder.store(np.eye(sizes[0], sizes[1], graph.number(node, "k", 0), dtype))]
     shapes = {name: scope.shape(name) for name in (*node.input, *node.output)}
     empty = {name for name, shape in shapes.items() if name and shape is not None and 0 in shape}
     if not empty or node.op_type == "Constant" or graph.inner_graphs(node):
