@@ -59,6 +59,9 @@ AT_ONCE = 128
 NEAR = 0.1
 """The largest relative error of an EP alone that counts as right."""
 
+_MOST_REASONS = 2
+"""The most reasons of an operator that the table keeps."""
+
 _COMPUTED = "None of them depends on an input"
 """What a build says of a model whose outputs ONNX Runtime computes beforehand."""
 
@@ -340,11 +343,13 @@ def main() -> None:
         path = FOLDER / f"operators-{arguments.provider}.json"
         stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         for name, row in table.items():
-            fields = {"forms": row.forms, "alone": stored.get(name, {}).get("alone", 0)}
+            before = stored.get(name, {})
             if arguments.alone:
-                stored[name] = {**asdict(row), **stored.get(name, {}), "alone": row.ends["right"]}
+                stored[name] = {"ends": {}, "rewrites": {}, "reasons": []} | before
+                stored[name] |= {"forms": row.forms, "alone": row.ends["right"]}
             else:
-                stored[name] = {**asdict(row), **fields}
+                reasons = [reason for reason, _ in row.reasons.most_common(_MOST_REASONS)]
+                stored[name] = {**asdict(row), "reasons": reasons, "alone": before.get("alone", 0)}
         path.write_text(f"{json.dumps(stored, indent=1)}\n", encoding="utf-8")
 
 

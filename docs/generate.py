@@ -25,6 +25,7 @@ from hatch_epcontext.cli.app import app
 from hatch_epcontext.config import json_schema, tables
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.graph.number_format import Fault
+from hatch_epcontext.graph.rewrites.indexing import REASONS
 from hatch_epcontext.jobs.search import STAGES, Stage
 from hatch_epcontext.providers import PROVIDERS, Option, Provider
 from hatch_epcontext.serialize import describe_type
@@ -229,6 +230,46 @@ def _wrong_results() -> str:
         headings = ("operator", "where", "what it does", "rewrite")
         lines += _table(headings, _faults(format_.faults))
     return "\n".join(lines)
+
+
+_SEVERAL = "several"
+"""What the tables of ``benchmarks.operators`` call graphs of several nodes."""
+
+
+def _operators() -> str:
+    """The section about ONNX's own tests: a row for each operator, for the EP alone and a build."""
+    lines = []
+    for path in sorted((FOLDER.parent / "benchmarks").glob("operators-*.json")):
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        sums = Counter[str]()
+        for row in rows.values():
+            sums.update({"forms": row["forms"], "alone": row["alone"], **row["ends"]})
+        lines.append(
+            f"### {path.stem.partition('-')[2]}\n\nOf {sums['forms']:,} tests the EP alone compiles "
+            f"{sums['alone']} whole and right, a build {sums['right']:,}; the results of "
+            f"{sums['folds']} more are constants.\n"
+        )
+        named = (
+            "operator",
+            "tests",
+            "the EP alone",
+            "a build",
+            "constant",
+            "through",
+            "why not all",
+        )
+        lines += _table(named, (_operator(name, row) for name, row in rows.items()))
+    return "\n".join(lines)
+
+
+def _operator(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    ends, counts = row["ends"], (row["forms"], row["alone"])
+    done = [str(count or "") for count in (*counts, ends.get("right"), ends.get("folds"))]
+    rewrites = Counter(row["rewrites"]).most_common(3)
+    reasons = [] if name == _SEVERAL else [REASONS[name]] if name in REASONS else row["reasons"]
+    why = "; ".join(reasons) if ends.get("right", 0) + ends.get("folds", 0) < row["forms"] else ""
+    shown = f"`{name}`" if name != _SEVERAL else "(several)"
+    return shown, *done, _code([rewrite for rewrite, _ in rewrites]), why.replace("|", r"\|")
 
 
 def _faults(faults: Iterable[Fault]) -> Iterator[tuple[str, ...]]:
@@ -563,7 +604,11 @@ def what_compiles() -> str:
         before.append(stage)
     table = "\n".join(_table(("if", "recipe"), rows))
     page = (FOLDER / "what-compiles.md").read_text(encoding="utf-8")
-    for name, text in {"stages": table, "faults": _wrong_results()}.items():
+    for name, text in {
+        "stages": table,
+        "operators": _operators(),
+        "faults": _wrong_results(),
+    }.items():
         page = re.sub(
             rf"(<!-- {name}: .*?-->\n).*?(\n<!-- end -->)",
             lambda match, text=text: f"{match[1]}\n{text}\n{match[2]}",  # type: ignore[misc]

@@ -68,12 +68,22 @@ def lower_versions(model: onnx.ModelProto) -> None:
     model.ir_version = min(model.ir_version, max(needed, _OLDEST_IR, *types))
 
 
-def lower_newest(model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model`` with older versions of operators that are the same, if its opset is newer than `_NEWEST`.
+def usual_versions(model: onnx.ModelProto) -> onnx.ModelProto:
+    """``model`` with equal versions of its operators, if its opset is newer or older than usual.
 
-    What ONNX has defined since by other operators becomes these. The model itself if its opset is older.
+    What ONNX has defined since `_NEWEST` by other operators becomes these. May change ``model`` in place.
     """
-    if not _NEWEST < graph.opset(model) <= onnx.defs.onnx_opset_version():
+    opset = graph.opset(model)
+    if opset < _OLDEST:
+        schemas = (
+            [_schema(node, _domain(node.domain), version) for version in (opset, _OLDEST)]
+            for node in graph.nodes(model.graph)
+        )
+        if all(old and new and old.since_version == new.since_version for old, new in schemas):
+            del model.opset_import[:]
+            model.opset_import.add(version=_OLDEST)
+        return model
+    if not _NEWEST < opset <= onnx.defs.onnx_opset_version():
         return model
     new = {
         ("", node.op_type)

@@ -329,10 +329,10 @@ def _is_inexact(form: Form) -> bool:
 
 
 def _differs(form: Form) -> bool:
-    """Results differ from the CPU's."""
+    """All results differ from the CPU's."""
     if not (form.search.compares and form.search.is_enough(form.covering)):
         return False
-    attempts = (form.covering, *form.enough("correct"))
+    attempts = (form.covering, *form.enough("correct", "restart"))
     return all(form.verdict(attempt).differs for attempt in attempts)
 
 
@@ -432,7 +432,7 @@ def _together(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     return form.covering.recipe.with_corrections(tuple(names))
 
 
-def _elsewise(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _all_rewritten(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """[Rewrites](#rewrites) of all nodes that have one, in up to three rounds."""
     if not own:
         return form.covering.recipe.with_change("rewrite", None)
@@ -481,9 +481,9 @@ STAGES = (
     Stage("correct", _is_inexact, _layers_unrolled),
     Stage("correct", _is_inexact, _around_kernels),
     Stage("correct", _is_inexact, _together),
-    Stage("correct", _differs, _elsewise, rounds=_ROUNDS),
     Stage("restart", _is_wrong_in_kernels, _unfused),
     Stage("restart", _is_wrong_in_kernels, _only_unrolled),
+    Stage("restart", _differs, _all_rewritten, rounds=_ROUNDS),
 )
 """All ways to find a recipe, in order."""
 

@@ -28,7 +28,7 @@ from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.selections import find_selections
 from hatch_epcontext.graph.scope import Scope, multiply_adds
-from hatch_epcontext.graph.versions import lower_newest
+from hatch_epcontext.graph.versions import usual_versions
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.comparison.compare import refuse_differences
 from hatch_epcontext.worker.comparison.measures import OutputFacts
@@ -263,7 +263,7 @@ def _open(source: onnx.ModelProto, path: Path, inner: frozenset[str]) -> ort.Inf
     options = cpu_options()
     set_model_path(path, options)
     opset = graph.opset(source)
-    source = lower_newest(source)
+    source = usual_versions(source)
     is_changed = separate_outputs(source) or graph.opset(source) != opset
     if inner - {value.name for value in source.graph.output}:
         with contextlib.suppress(Exception):

@@ -6,7 +6,9 @@ import onnx
 import onnxruntime
 import pytest
 
-from hatch_epcontext.graph.versions import lower_versions
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.versions import lower_versions, usual_versions
+from tests.models import parsed
 
 ROI = "roi (float[1, 2, 8, 8] x, float[1, 4] b, int64[1] i) => (float[1, 2, 4, 4] y)"
 NORM = "norm (float[1, 4, 2] x, float[4] s) => (float[1, 4, 2] y)"
@@ -49,3 +51,20 @@ def test_versions_are_no_higher_than_the_nodes_need(
     assert found == {"": lowest, **used}
     onnx.save(model, tmp_path / "a.onnx")
     onnxruntime.InferenceSession(tmp_path / "a.onnx")
+
+
+def test_a_model_older_than_all_runtimes_gets_the_oldest_usual_opset() -> None:
+    model = parsed("(bool[2] x) => (bool[2] y) { y = Not (x) }", 1)
+    assert graph.opset(usual_versions(model)) == 7
+    # Its broadcasting was another one.
+    older = parsed("(float[2] x) => (float[2] y) { y = Add <broadcast = 1> (x, x) }", 6)
+    assert graph.opset(usual_versions(older)) == 6
+
+
+def test_what_onnx_has_defined_since_becomes_what_it_is_made_of() -> None:
+    if onnx.defs.onnx_opset_version() < 28:
+        pytest.skip("onnx does not have it")
+    model = parsed("(float[2, 4] x) => (float[2, 4] y) { y = SwiGLU (x, x) }", 28, check=False)
+    model = usual_versions(model)
+    assert graph.opset(model) < 28
+    assert "SwiGLU" not in {node.op_type for node in model.graph.node}

@@ -33,7 +33,9 @@ from hatch_epcontext.graph.rewrites.indexing import (
     one_hot_as_where,
     pad_as_concat,
     reverse_sequence_as_gather,
+    rewrite_as_others,
     tensor_scatter_as_where,
+    unpool_as_scatter,
 )
 from hatch_epcontext.graph.rewrites.loops import unroll_loop, unroll_scan
 from hatch_epcontext.graph.rewrites.matrices import (
@@ -84,6 +86,7 @@ REWRITES: tuple[Rewrite, ...] = (
     shift_as_product,
     affine_grid_as_matmul,
     pad_as_concat,
+    unpool_as_scatter,
     one_hot_as_where,
     drop_single,
     einsum_as_matmul,
@@ -104,6 +107,7 @@ REWRITES: tuple[Rewrite, ...] = (
     reduce_rank_of_gather,
     reduce_rank,
     join_reshapes,
+    rewrite_as_others,
 )
 """All but `UNROLLS`, in the order in which they are applied: later ones may replace what earlier ones add."""
 

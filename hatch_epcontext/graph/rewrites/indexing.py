@@ -167,3 +167,38 @@ def affine_grid_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) 
 def drop_single(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The largest, or the sum, of one value: itself."""
     return list(node.input) if len(node.input) == 1 else None
+
+
+@rewrites("MaxUnpool")
+def unpool_as_scatter(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Zeros, in which values are written at their numbers."""
+    value, indices, _ = graph.operands(node, 3)
+    result, count = scope.shape(node.output[0]), scope.shape(value)
+    if result is None or count is None:
+        return Declined("a shape is not fixed")
+    zeros = builder.store(np.zeros(math.prod(result), builder.dtype))
+    flat = [builder.reshape(name, [-1]) for name in (indices, value)]
+    return [builder.reshape(builder.add("ScatterElements", zeros, *flat, axis=0), result)]
+
+
+_SIZED = "a computed input decides the size of its result: freeze it with constants"
+
+REASONS = {
+    "Bernoulli": "its result is random",
+    "BitCast": "NPUs read no bits as another type",
+    "DeformConv": "NPUs have no convolution with computed offsets",
+    "ImageDecoder": "NPUs read no files: decode pictures in the app",
+    "IsInf": "in float16 an infinity is the same as a large value",
+    "RoiAlign": "NPUs gather no regions with computed borders",
+    "TfIdfVectorizer": "NPUs count no sequences of tokens: count them in the app",
+    **dict.fromkeys(("Compress", "NonZero", "Unique"), "the data decides the size of its result"),
+    **dict.fromkeys(("BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix"), _SIZED),
+    **dict.fromkeys(("ConstantOfShape", "Range", "Tile"), _SIZED),
+}
+"""Why no rewrite is for these operators."""
+
+
+@rewrites(*REASONS)
+def rewrite_as_others(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Nothing: it says why these operators stay."""
+    return Declined(REASONS[node.op_type])

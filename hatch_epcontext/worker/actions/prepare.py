@@ -19,7 +19,7 @@ from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.constants import fold_constants, has_constants
 from hatch_epcontext.graph.dequantize import is_static
 from hatch_epcontext.graph.rewrites.precise import applicable
-from hatch_epcontext.graph.versions import lower_newest
+from hatch_epcontext.graph.versions import usual_versions
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.advice import Subject, refuse_form, simplified_tolerance
 from hatch_epcontext.worker.comparison.compare import compare_runs
@@ -207,7 +207,7 @@ def _folded_constants(
 def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto, Path]:
     """The source as configured, and its new file in ``folder``."""
     model, source = request.model, Path(request.model.path)
-    onnx_model = lower_newest(read_source(source, model.key))
+    onnx_model = usual_versions(read_source(source, model.key))
     data = data_of(onnx_model, source, model.key)
     # In bodies ONNX Runtime refuses external data with several hard links, also when it opens the source, and
     # writes it wrong.

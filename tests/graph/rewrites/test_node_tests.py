@@ -27,7 +27,7 @@ Acos 2 Acosh 2 Add 6 AffineGrid 4 ArgMax 8 ArgMin 8 Asin 2 Asinh 2 Atanh 2 Atten
 20 BatchNormalization 2 BitShift 28 BitwiseAnd 3 BitwiseNot 3 BitwiseOr 3 BitwiseXor 3 Celu 2 Clip 9
 Col2Im 5 ConvTranspose 10 Cosh 2 CumProd 9 CumSum 8 DFT 10 DequantizeLinear 0 Det 2 Div 6 Dropout 6
 Einsum 6 GatherElements 3 Gemm 11 GridSample 18 Hardmax 7 LayerNormalization 19
-LinearAttention 14 LpNormalization 3 LpPool 8 MatMulInteger 1 Max 5 MaxPool 18
+LinearAttention 14 LpNormalization 3 LpPool 8 MatMulInteger 1 Max 5 MaxPool 18 MaxUnpool 2
 MeanVarianceNormalization 1 Mod 15 OneHot 4 Pad 6 Pow 6 ReduceMax 1 ReduceMin 1 ReduceProd 8 Resize
 39 ReverseSequence 2 RotaryEmbedding 8 ScatterElements 7 Shrink 2 Sinh 2 Softsign 2 SpaceToDepth 1
 Sum 1 TensorScatter 3 Trilu 16 Upsample 1
