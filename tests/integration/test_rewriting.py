@@ -134,3 +134,30 @@ def test_what_qnn_refuses_is_compiled_in_another_form(
     assert compiled.coverage.uncovered == ()
     assert compiled.preparation.rewrites == (rewrite,)
     assert compiled.validation.status is ValidationStatus.RAN
+
+
+OTHER_WIDTHS = {
+    "double": "a = Tanh (x) y = Exp (a)",
+    "int8": "a = Add (x, x) b = Cast <to = 6> (a) y = Cast <to = 3> (b)",
+}
+
+
+@pytest.mark.parametrize("dtype", OTHER_WIDTHS)
+def test_the_cpu_casts_values_of_types_that_the_ep_lacks(tmp_path: Path, dtype: str) -> None:
+    model = parsed(f"({dtype}[4, 8] x) => ({dtype}[4, 8] y) {{ {OTHER_WIDTHS[dtype]} }}")
+    (compiled,) = compile_job_for_qnn(model, tmp_path).models
+    assert compiled.coverage is not None
+    assert compiled.coverage.share == 1
+    assert {node.op for node in compiled.coverage.uncovered} == {"Cast"}
+    assert all(node.waived for node in compiled.coverage.uncovered)
+    assert "compute_in_32_bits" in compiled.preparation.rewrites
+
+
+def test_what_qnn_computes_wrong_is_rewritten_at_last(tmp_path: Path) -> None:
+    model = parsed(
+        """(float[1, 3, 32, 32] x) => (float[1, 3, 32, 32] y)
+        { y = AveragePool <kernel_shape = [3, 3], pads = [2, 2, 0, 0]> (x) }"""
+    )
+    (compiled,) = compile_job_for_qnn(model, tmp_path).models
+    assert compiled.preparation.rewrites in ((), ("pool_as_slices",))
+    assert compiled.validation.status is ValidationStatus.RAN
