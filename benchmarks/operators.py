@@ -24,7 +24,7 @@ import tempfile
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,15 @@ class Row:
     """The results of all tests of an operator: how each ended, through which rewrites, and why."""
 
     forms: int = 0
-    alone: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     rewrites: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+
+    def stored(self, alone: int) -> dict[str, Any]:
+        """The row as JSON; ``alone``: how many tests the EP alone compiles whole and right."""
+        reasons = [reason for reason, _ in self.reasons.most_common(_MOST_REASONS)]
+        counts = {"ends": dict(self.ends), "rewrites": dict(self.rewrites)}
+        return {"forms": self.forms, "alone": alone, **counts, "reasons": reasons}
 
 
 def write_tests(folder: Path, operators: Sequence[str]) -> dict[str, str]:
@@ -285,12 +290,25 @@ def rows(results: Mapping[str, Result]) -> dict[str, Row]:
     return dict(sorted(table.items(), key=lambda item: (item[0] == "several", item[0])))
 
 
+_KINDS = {
+    "EPC209": "ONNX Runtime's CPU cannot run it",
+    "EPC307": "the EP's compiler fails",
+    "EPC308": "the EP crashes",
+    "EPC401": "results differ, mostly because of float16",
+}
+"""What the errors of builds mean."""
+
+
 def _shorten(why: str) -> str:
     """The EP's own reason, without the names of nodes and values."""
     kind, _, message = why.partition(" ")
-    reasons = re.findall(r"\(((?:[^()]|\([^()]*\))*[^()\d%][^()]*)\)", message)
-    text = reasons[-1] if kind in ("EPC301", "EPC302") and reasons else message
-    text = re.sub(r"; (it reads|the input|\w+ does not apply).*", "", text)
+    if kind in _KINDS:
+        return _KINDS[kind]
+    reasons = re.findall(r"\(((?:[^()]|\([^()]*\))*)\)", message)
+    words = [reason for reason in reasons if re.search("[a-z]{3}", reason)]
+    if not words:
+        return "the EP refuses it and says no reason" if kind == "EPC301" else "a node stays"
+    text = re.sub(r"; (it reads|the input|\w+ does not apply).*", "", words[-1])
     return re.sub(r"'[^']*'", "'...'", text)[:120]
 
 
@@ -348,8 +366,7 @@ def main() -> None:
                 stored[name] = {"ends": {}, "rewrites": {}, "reasons": []} | before
                 stored[name] |= {"forms": row.forms, "alone": row.ends["right"]}
             else:
-                reasons = [reason for reason, _ in row.reasons.most_common(_MOST_REASONS)]
-                stored[name] = {**asdict(row), "reasons": reasons, "alone": before.get("alone", 0)}
+                stored[name] = row.stored(before.get("alone", 0))
         path.write_text(f"{json.dumps(stored, indent=1)}\n", encoding="utf-8")
 
 
