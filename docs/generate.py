@@ -25,6 +25,7 @@ from hatch_epcontext.cli.app import app
 from hatch_epcontext.config import json_schema, tables
 from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.graph.number_format import Fault
+from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
 from hatch_epcontext.graph.rewrites.indexing import REASONS
 from hatch_epcontext.jobs.search import STAGES, Stage
 from hatch_epcontext.providers import PROVIDERS, Option, Provider
@@ -230,6 +231,28 @@ def _wrong_results() -> str:
         headings = ("operator", "where", "what it does", "rewrite")
         lines += _table(headings, _faults(format_.faults))
     return "\n".join(lines)
+
+
+_FEW = 8
+"""The most operators that a row lists."""
+
+
+def _rewrites() -> str:
+    """The table of the rewrites, and of what they are for."""
+    rows = []
+    for rewrite in (*REWRITES, *UNROLLS):
+        operators = rewrite.operators
+        named = sorted(operators) if isinstance(operators, frozenset) else []
+        shown = _code(named) if 0 < len(named) <= _FEW else "many"
+        doc = " ".join((inspect.getdoc(rewrite.rule) or "").split("\n\n")[0].split())
+        rows.append(
+            (
+                f"`{rewrite.name}`",
+                shown,
+                _linked(doc.split(" Raises ")[0]).removesuffix(".").replace("``", "`"),
+            )
+        )
+    return "\n".join(_table(("rewrite", "of", "in its place"), rows))
 
 
 _SEVERAL = "several"
@@ -606,6 +629,7 @@ def what_compiles() -> str:
     page = (FOLDER / "what-compiles.md").read_text(encoding="utf-8")
     for name, text in {
         "stages": table,
+        "rewrites": _rewrites(),
         "operators": _operators(),
         "faults": _wrong_results(),
     }.items():

@@ -84,6 +84,7 @@ def apply(
     names: list[str] = []
     declined: list[Declined] = []
     replaced = 0
+    scope: Scope | None = None
     for rewrite in to_apply:
         present = {
             graph.operator(node) for node in graph.nodes(model.graph) if node.name not in kept
@@ -95,7 +96,9 @@ def apply(
             continue
         builder = Builder(model, limit)
         rules = dict.fromkeys(operators, _except(kept, rewrite.rule))
-        if number := builder.replace(Scope.of(model, types), rules, nested=rewrite.nested):
+        scope = scope or Scope.of(model, types)
+        if number := builder.replace(scope, rules, nested=rewrite.nested):
+            scope = None
             replaced += number
             builder.write()
             for body in graph.graphs(model.graph):

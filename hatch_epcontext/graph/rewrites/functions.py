@@ -54,6 +54,7 @@ def _is_defined(operator: str) -> bool:
 
 
 def _apply_text(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """What a text in `hatch_epcontext/graph/functions` defines it by."""
     text = texts()[graph.operator(node)]
     function = onnx.parser.parse_function(text)
     attributes = {a.name: a for a in (*function.attribute_proto, *node.attribute)}
@@ -199,6 +200,7 @@ def _lower(node: onnx.NodeProto, constants: Mapping[str, Any], opset: int) -> No
 
 
 def _inline(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """What ONNX defines it by."""
     operator = node.op_type
     types = {name: scope.types.get(name) for name in node.input if name}
     for name in types:

@@ -38,6 +38,7 @@ def _is_typed(operator: str) -> bool:
 
 
 def _widen(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The same between Casts: other integers than those of 32 and 64 bits, and float64, in 32 bits."""
     types = [scope.elem_type(name) if name else None for name in (*node.input, *node.output)]
     if not any(type_ in _WIDER for type_ in types):
         return None
