@@ -244,14 +244,9 @@ def _rewrites() -> str:
         operators = rewrite.operators
         named = sorted(operators) if isinstance(operators, frozenset) else []
         shown = _code(named) if 0 < len(named) <= _FEW else "many"
-        doc = " ".join((inspect.getdoc(rewrite.rule) or "").split("\n\n")[0].split())
-        rows.append(
-            (
-                f"`{rewrite.name}`",
-                shown,
-                _linked(doc.split(" Raises ")[0]).removesuffix(".").replace("``", "`"),
-            )
-        )
+        doc = (inspect.getdoc(rewrite.rule) or "").split("\n\n")[0]
+        text = " ".join(doc.replace("``", "`").split()).split(" Raises ")[0].removesuffix(".")
+        rows.append((f"`{rewrite.name}`", shown, text))
     return "\n".join(_table(("rewrite", "of", "in its place"), rows))
 
 
