@@ -28,7 +28,7 @@ _LAST_OF_MEANING = 13
 an attribute that it adds changes nothing by default. Before, some got negative axes, for example.
 """
 
-_OTHER_MEANING = frozenset({("GroupNormalization", 21), ("RoiAlign", 16)})
+_OTHER_MEANING = frozenset({("GroupNormalization", 21), ("Mod", 28), ("RoiAlign", 16)})
 """The exceptions: the operator, and its version."""
 
 _DEFINED = ("", "ai.onnx.ml")
