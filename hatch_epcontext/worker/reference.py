@@ -27,10 +27,7 @@ from hatch_epcontext.graph.external import load_whole, save_whole
 from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.selections import find_selections
-from hatch_epcontext.graph.scope import Scope, multiply_adds
 from hatch_epcontext.graph.versions import usual_versions
-from hatch_epcontext.providers import QUANTIZED, Tolerance
-from hatch_epcontext.worker.comparison.compare import refuse_differences
 from hatch_epcontext.worker.comparison.measures import OutputFacts
 from hatch_epcontext.worker.comparison.natures import output_facts
 from hatch_epcontext.worker.comparison.runs import (

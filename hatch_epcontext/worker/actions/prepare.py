@@ -12,12 +12,9 @@ import onnxruntime as ort
 from hatch_epcontext.files import link_or_copy
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.bodies import move_weights
-from hatch_epcontext.graph.dequantize import is_static
-from hatch_epcontext.graph.repairs import separate_outputs
-from hatch_epcontext.graph.empties import fold_empty, has_empty
-from hatch_epcontext.graph.builder import separate_outputs
 from hatch_epcontext.graph.constants import fold_constants, has_constants
 from hatch_epcontext.graph.dequantize import is_static
+from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.graph.versions import usual_versions
 from hatch_epcontext.text import count
