@@ -211,7 +211,7 @@ def _grouped(
 @rewrites(*_RESHAPING)
 def join_reshapes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Reshape of a reshaped value with many dimensions, which skips that value."""
-    source, before = scope.trace(node.input[0], _RESHAPING)
+    source, before = scope.origin_and_moves(node.input[0], _RESHAPING)
     if all(len(scope.sizes(reshape.output[0]) or ()) <= _MOST for reshape in before):
         return None
     shape = scope.shape(node.output[0])
