@@ -336,6 +336,7 @@ class Steps:
             tolerance=model.tolerance_for(job.target) if is_other else None,
             unroll_limit=settings.unroll_limit if change and change.kind == "unroll" else None,
             corrections=corrections,
+            faults=job.target.provider.rewrites,
         )
         log = folder / "call"
         after = worker.call(request, log, location=job.location, step="preparation")

@@ -133,7 +133,8 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     refused. The result is simplified with ``simplify``, and compared with the source on the CPU if ``before``
     has a reference. ``folder`` exists and is empty. ``tolerance``: how far it may differ if its numbers were
     changed before. With an ``unroll_limit`` loops and layers of known length are unrolled instead, up to that
-    many nodes. With ``corrections``, the ids of rewrites for accuracy, only these are applied.
+    many nodes. With ``corrections``, the ids of rewrites for accuracy, only these are applied. ``faults``:
+    those that the EP needs in any number format.
     """
 
     model: Model
@@ -144,6 +145,7 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     tolerance: Tolerance | None = None
     unroll_limit: int | None = None
     corrections: tuple[RewriteName, ...] = ()
+    faults: tuple[RewriteName, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from hatch_epcontext.graph.rewrites.decompositions import (
     tensor_scatter_as_where,
 )
 from hatch_epcontext.graph.rewrites.loops import unroll_loop
+from hatch_epcontext.graph.rewrites.precise import expand_int64_inputs
 from hatch_epcontext.graph.rewrites.recurrent import drop_default_activations, unroll_recurrent
 from hatch_epcontext.graph.rewriting import Rewrite
 
@@ -43,6 +44,7 @@ REWRITES: tuple[Rewrite, ...] = (
     erf_as_tanh,
     clip_as_max_min,
     cast_as_dequantize,
+    expand_int64_inputs,
 )
 """All but `UNROLLS`, in the order in which they are applied: later ones may replace what earlier ones add."""
 
