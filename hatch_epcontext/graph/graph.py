@@ -342,6 +342,7 @@ def with_outputs(
 def inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     """Return the inputs that must be fed: before ONNX IR 4, initializers were listed as inputs too."""
     stored = {tensor.name for tensor in graph.initializer}
+    stored |= {tensor.values.name for tensor in graph.sparse_initializer}
     return [value for value in graph.input if value.name not in stored]
 
 
@@ -349,8 +350,8 @@ def optional_inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     """Return the inputs of ``model`` with a default value: since ONNX IR 4, those with an initializer."""
     if model.ir_version < 4:
         return []
-    stored = {tensor.name for tensor in model.graph.initializer}
-    return [value for value in model.graph.input if value.name in stored]
+    needed = {value.name for value in inputs(model.graph)}
+    return [value for value in model.graph.input if value.name not in needed]
 
 
 def facts(value: onnx.ValueInfoProto) -> TensorFacts:

@@ -24,7 +24,8 @@ class ModelFacts:
     hold its external data, relative to its folder, with forward slashes.
 
     ``own_inputs`` and ``own_outputs`` are those of the file itself. ``license`` is that of the file's
-    metadata; ``dynamic``: whether it is dynamically quantized; ``optional``: its inputs with a default value.
+    metadata; ``dynamic``: whether it is dynamically quantized; ``optional``: its inputs with a default value;
+    ``ignored``: the frozen inputs for which the samples have other values.
     """
 
     inputs: tuple[TensorFacts, ...]
@@ -35,6 +36,7 @@ class ModelFacts:
     dynamic: bool = False
     own_outputs: tuple[TensorFacts, ...] = ()
     optional: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,10 @@ def fix_constants(onnx_model: onnx.ModelProto, model: Model) -> None:
     main, optional = onnx_model.graph, graph.optional_inputs(onnx_model)
     if replaced := model.constants.keys() & {value.name for value in optional}:
         others = [tensor for tensor in main.initializer if tensor.name not in replaced]
-        del main.initializer[:]
+        sparse = [one for one in main.sparse_initializer if one.values.name not in replaced]
+        del main.initializer[:], main.sparse_initializer[:]
         main.initializer.extend(others)
+        main.sparse_initializer.extend(sparse)
     problems = [
         *_fix_constants(onnx_model.graph, model),
         *collect(_sizes(onnx_model.graph, model))[1],
