@@ -130,7 +130,7 @@ class Steps:
                 refused = replace(
                     _refused("compile", error, recipe),
                     rewrites=tuple(dict.fromkeys(changes)),
-                    quantized=any(model.quantized for model in prepared),
+                    quantized=next((m.quantized for m in prepared if m.quantized), None),
                 )
                 return replace(attempt, refused=refused)
         versions = self.build.versions[job.target.name]

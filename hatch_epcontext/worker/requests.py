@@ -16,6 +16,7 @@ from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Declined, Range, TensorFacts
 from hatch_epcontext.graph.number_format import RewriteName
+from hatch_epcontext.graph.operators import StaticFormat
 from hatch_epcontext.providers import Plugin, Tolerance
 from hatch_epcontext.worker.results import (
     Answer,
@@ -87,7 +88,8 @@ class Prepared:
     with the outputs of the source model on the CPU, if they were compared and fit into one. ``applicable``:
     the rewrites for a number format that may change it. ``changed``: whether the request that made it changed
     the model. ``dropped``: the rewrites that this left out because they were wrong, each with the reason;
-    ``declined``: why others left refused nodes as they are. ``quantized``: if it has static quantization.
+    ``declined``: why others left refused nodes as they are. ``quantized``: the format of its static
+    quantization.
     """
 
     preparation: Preparation
@@ -98,7 +100,7 @@ class Prepared:
     changed: bool = True
     dropped: tuple[str, ...] = ()
     declined: tuple[Declined, ...] = ()
-    quantized: bool = False
+    quantized: StaticFormat | None = None
 
 
 @dataclass(frozen=True)
