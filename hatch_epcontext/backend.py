@@ -217,7 +217,9 @@ class _Build(ProjectBuild):
             raise ConfigError(self._itself())
 
     def _itself(self) -> Problem:
-        message = f"names {self.name}, which is hatch_epcontext.backend, or calls it."
+        message = "names hatch_epcontext.backend itself."
+        if self.name != "hatch_epcontext.backend":
+            message = f"names {self.name}, which is hatch_epcontext.backend, or calls it."
         hint = 'Name the back end that builds the project, for example "setuptools.build_meta".'
         return Problem.at(_KEY, Kind.INVALID_VALUE, message, hint)
 

@@ -801,6 +801,8 @@ def test_names_that_are_not_ascii_are_packed_in_any_locale(
     ("model", "path", "message"),
     [
         ("\u00e9.onnx", "models/*.onnx", "models[0]: EPC027"),
+        ("\u00e9.onnx", "models/\u00e9.onnx", "there is no model at"),
+        ("\u00e9.onnx", "models/\u00e9*.onnx", "no file matches"),
         ("a.onnx", "models/a.onnx", "'ascii' codec can't encode character"),
     ],
 )

@@ -12,6 +12,7 @@ from hatch_epcontext.config.genai_config import GENAI_CONFIG
 from hatch_epcontext.config.settings import OptionFile
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
 from hatch_epcontext.files import (
+    USE_UTF8,
     file_sha256,
     is_inside,
     is_missing,
@@ -79,7 +80,8 @@ class Finder:
                 message = f"{show(pattern)} matches {inside}, which {rejection.message}"
                 yield Problem.at(key, Kind.UNREADABLE_FILE, message, rejection.hint)
         if not matched and not self.pending:
-            yield self._not_found(key, f"no file matches {show(pattern)}.")
+            hint = None if _has_name(self.root / pattern) else USE_UTF8
+            yield self._not_found(key, f"no file matches {show(pattern)}.", hint)
         return [path for path, rejection in matched.items() if rejection is None]
 
     def file(
@@ -198,8 +200,21 @@ def is_glob(path: str) -> bool:
 
 
 def _near(path: Path) -> str | None:
-    """A question about a file with a similar name beside ``path``, which does not exist."""
+    """A question about a file with a similar name beside ``path``, which does not exist; or how Python can
+    read its name.
+    """
+    if not _has_name(path):
+        return USE_UTF8
     try:
         return near_name(path.name, sorted(entry.name for entry in path.parent.iterdir()))
     except OSError:
         return None
+
+
+def _has_name(path: Path) -> bool:
+    """Whether the locale has all letters of ``path``."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -175,9 +175,12 @@ class Builder:
     def add_like(
         self, node: onnx.NodeProto, op: str, inputs: Sequence[str], domain: str = ""
     ) -> list[str]:
-        """Add a node with the attributes and the number of outputs of ``node``, and return their names."""
+        """Add a node with the name, the attributes and the number of outputs of ``node``, and return their
+        names.
+        """
         names = self.add_all(op, inputs, node.output, domain=domain)
         self.nodes[-1].attribute.extend(node.attribute)
+        self.nodes[-1].name = node.name
         return names
 
     def store(self, values: ArrayLike) -> str:
@@ -215,6 +218,12 @@ class Builder:
     def transpose(self, value: str, perm: Sequence[int]) -> str:
         """``value`` with its dimensions in the order of ``perm``."""
         return self.add("Transpose", value, perm=list(perm))
+
+    def squeeze(self, value: str, axes: Sequence[int]) -> str:
+        """``value`` without ``axes``, which have the size 1."""
+        if self.opset < _AXES_AS_INPUTS:
+            return self.add("Squeeze", value, axes=list(axes))
+        return self.add("Squeeze", value, self.integers(axes))
 
     def reshape(self, value: str, shape: Sequence[int]) -> str:
         """``value`` with a static shape."""

@@ -60,10 +60,12 @@ def is_quantized(onnx_model: onnx.ModelProto) -> bool:
     return "QuantizeLinear" in names or is_dynamic(onnx_model)
 
 
-def is_static(onnx_model: onnx.ModelProto) -> bool:
-    """Whether `dequantize` undoes the static quantization of a model: that of operators as a whole stays."""
+def static_format(onnx_model: onnx.ModelProto) -> operators.StaticFormat | None:
+    """How a model is statically quantized; None if it is not."""
     names = {node.op_type for node in graph.nodes(onnx_model.graph)}
-    return "QuantizeLinear" in names and not any(name.startswith("QLinear") for name in names)
+    if any(map(operators.is_of_integers, names)):
+        return "QOperator"
+    return "QDQ" if "QuantizeLinear" in names else None
 
 
 def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:

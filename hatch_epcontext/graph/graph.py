@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -15,6 +16,7 @@ import onnx
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Size, TensorFacts
+from hatch_epcontext.text import listing
 
 CONTEXT_OP = "EPContext"
 
@@ -40,6 +42,8 @@ _RANDOM = frozenset(
 
 TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 """The attributes of standard operators that name the type of a result."""
+
+_CONTRADICTS = re.compile(r"node name: ([0-9]+)\): \[ShapeInferenceError\] (?!Inference error)")
 
 _MAX_VALUES = 2**16
 """The most values of a stored tensor that can decide shapes: weights are larger."""
@@ -338,6 +342,7 @@ def with_outputs(
 def inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     """Return the inputs that must be fed: before ONNX IR 4, initializers were listed as inputs too."""
     stored = {tensor.name for tensor in graph.initializer}
+    stored |= {tensor.values.name for tensor in graph.sparse_initializer}
     return [value for value in graph.input if value.name not in stored]
 
 
@@ -345,8 +350,8 @@ def optional_inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     """Return the inputs of ``model`` with a default value: since ONNX IR 4, those with an initializer."""
     if model.ir_version < 4:
         return []
-    stored = {tensor.name for tensor in model.graph.initializer}
-    return [value for value in model.graph.input if value.name in stored]
+    needed = {value.name for value in inputs(model.graph)}
+    return [value for value in model.graph.input if value.name not in needed]
 
 
 def facts(value: onnx.ValueInfoProto) -> TensorFacts:
@@ -399,6 +404,17 @@ def inferred(
     ``types``: those of values that onnx may not infer; ``anew``: whether the model's own types of values
     behind its inputs are left out. The main graph itself if onnx does not understand it.
     """
+    light = _without_weights(model, types, anew=anew)
+    try:
+        return onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    except Exception:
+        # It raises many types, even for models that ONNX Runtime opens.
+        return model.graph
+
+
+def _without_weights(
+    model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto], *, anew: bool
+) -> onnx.ModelProto:
     # Before ONNX IR 4, initializers had to be inputs too.
     light = onnx.ModelProto(ir_version=max(model.ir_version, 4))
     light.opset_import.extend(model.opset_import)
@@ -422,11 +438,37 @@ def inferred(
         else:
             type_ = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
             main.value_info.add(name=tensor.name, type=type_)
+    for body in graphs(main) if anew else ():
+        if body is not main:
+            del body.value_info[:]
+            for value in body.output:
+                value.ClearField("type")
+    return light
+
+
+def contradiction(model: onnx.ModelProto) -> str | None:
+    """The first node of ``model`` whose inputs' shapes contradict each other or its attributes, with these
+    shapes; None if onnx finds none.
+    """
+    light = _without_weights(model, {}, anew=True)
+    named = {str(number): node for number, node in enumerate(nodes(light.graph))}
+    for number, node in named.items():
+        node.name = number
     try:
-        return onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-    except Exception:
-        # It raises many types, even for models that ONNX Runtime opens.
-        return model.graph
+        onnx.shape_inference.infer_shapes(light, strict_mode=True, data_prop=True)
+    except Exception as error:
+        numbers = _CONTRADICTS.findall(str(error))
+    else:
+        return None
+    if not numbers:
+        return None
+    known = inferred(model, anew=True)
+    values = [v for body in graphs(known) for v in (*body.input, *body.value_info, *body.output)]
+    texts = {value.name: facts(value).shape_text for value in values}
+    texts |= {tensor.name: " x ".join(map(str, tensor.dims)) for tensor in known.initializer}
+    node = named[numbers[0]]
+    read = listing(f"{name!r} ({texts[name]})" for name in node.input if texts.get(name))
+    return f"{operator(node)} {node.output[0]!r} reads {read}" if read else None
 
 
 def infer_anew(model: onnx.ModelProto) -> None:
@@ -434,16 +476,17 @@ def infer_anew(model: onnx.ModelProto) -> None:
 
     ONNX Runtime takes a shape that contradicts as open.
     """
-    main, new_main = model.graph, inferred(model, anew=True)
-    types = {value.name: value.type for value in (*new_main.value_info, *new_main.output)}
-    for value in (*main.value_info, *main.output):
-        own, new = sizes(value.type), sizes(types.get(value.name, value.type))
-        if own is None or new is None:
-            continue
-        if len(own) != len(new) or any(
-            None not in pair and pair[0] != pair[1] for pair in zip(own, new, strict=True)
-        ):
-            value.type.tensor_type.shape.CopyFrom(types[value.name].tensor_type.shape)
+    new_main = inferred(model, anew=True)
+    for body, new_body in zip(graphs(model.graph), graphs(new_main), strict=True):
+        types = {value.name: value.type for value in (*new_body.value_info, *new_body.output)}
+        for value in (*body.value_info, *body.output):
+            own, new = sizes(value.type), sizes(types.get(value.name, value.type))
+            if own is None or new is None:
+                continue
+            if len(own) != len(new) or any(
+                None not in pair and pair[0] != pair[1] for pair in zip(own, new, strict=True)
+            ):
+                value.type.tensor_type.shape.CopyFrom(types[value.name].tensor_type.shape)
 
 
 def _light(node: onnx.NodeProto) -> onnx.NodeProto:

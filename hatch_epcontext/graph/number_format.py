@@ -84,8 +84,7 @@ class NumberFormat:
 
     ``seen``: where that was measured, such as "the simulator of onnxruntime-qnn 2.7.0"; empty if it was not:
     then its emulation decides nothing. ``inexact``: operators whose kernels are less exact than the format.
-    ``has_reciprocals``: whether a / b is a * (1 / b), where 1 / b is rounded too. ``also``: the rewrites that
-    avoid faults of the EP which no float decides.
+    ``has_reciprocals``: whether a / b is a * (1 / b), where 1 / b is rounded too.
     """
 
     name: Literal["float16", "bfloat16"]
@@ -96,7 +95,6 @@ class NumberFormat:
     faults: tuple[Fault, ...] = ()
     inexact: frozenset[str] = frozenset()
     has_reciprocals: bool = False
-    also: frozenset[RewriteName] = frozenset()
 
     def faults_of(self, operator: str) -> tuple[Fault, ...]:
         """The faults that nodes of ``operator`` may have."""
@@ -106,11 +104,7 @@ class NumberFormat:
     def rewrites(self) -> frozenset[RewriteName]:
         """Those of `ALWAYS` and `CORRECTIONS` that avoid a fault of the format."""
         avoided = {fault.rewrite for fault in self.faults if fault.rewrite}
-        return (
-            self.also
-            | frozenset(avoided)
-            | (_FOR_SMALL_RANGES if self.name == "float16" else frozenset())
-        )
+        return frozenset(avoided) | (_FOR_SMALL_RANGES if self.name == "float16" else frozenset())
 
 
 FLOAT16 = NumberFormat("float16", 65504.0, 65504.0)

@@ -6,6 +6,7 @@ ONNX's `Operators.md` defines each. The names of other domains' operators begin 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 RESHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Operators whose result has all values of their first input, in the same order."""
@@ -50,6 +51,17 @@ DYNAMIC_QUANTIZATION = frozenset(
     }
 )
 """Operators of models that quantize activations while they run, with their domains. NPUs support none."""
+
+StaticFormat = Literal["QDQ", "QOperator"]
+"""ONNX Runtime's names of static quantization: around operators of floats, which can be undone, and with
+operators of integers.
+"""
+
+
+def is_of_integers(op_type: str) -> bool:
+    """Whether an operator, without its domain, computes with statically quantized values."""
+    return op_type.startswith("QLinear") or op_type == "QGemm"
+
 
 REPEATING = frozenset({"GRU", "LSTM", "Loop", "RNN"})
 """Operators that repeat what they compute for each step, and that can be unrolled."""

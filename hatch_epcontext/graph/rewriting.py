@@ -11,6 +11,7 @@ import onnx
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Rule, remove_unused
 from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.graph.scope import Scope, Types
 
 
@@ -43,18 +44,22 @@ def onnx_operators() -> Iterable[str]:
 class Rewrite:
     """A rule for nodes of ``operators``, as `graph.operator` writes them; ``name`` is for messages.
 
-    With ``nested`` nodes of inner graphs are replaced too.
+    With ``nested`` nodes of inner graphs are replaced too. ``fault``: only for EPs with the fault that this
+    other rewrite avoids; None for all.
     """
 
     name: str
     operators: Set[str]
     rule: Rule
     nested: bool = True
+    fault: RewriteName | None = None
 
 
-def rewrites(*operators: str, nested: bool = True) -> Callable[[Rule], Rewrite]:
+def rewrites(
+    *operators: str, nested: bool = True, fault: RewriteName | None = None
+) -> Callable[[Rule], Rewrite]:
     """Make a rule a `Rewrite` for ``operators``, called as its function is."""
-    return lambda rule: Rewrite(rule.__name__, frozenset(operators), rule, nested)
+    return lambda rule: Rewrite(rule.__name__, frozenset(operators), rule, nested, fault)
 
 
 class Rewritten(NamedTuple):

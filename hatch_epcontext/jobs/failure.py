@@ -10,7 +10,7 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import Advice, BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph.facts import Declined, NodeFacts, describe_nodes, freeze
-from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION, REPEATING
+from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION, REPEATING, is_of_integers
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, Search
 from hatch_epcontext.shipped import CPU_EP
@@ -19,6 +19,12 @@ from hatch_epcontext.worker.results import Coverage
 
 _CPU = "cpu"
 """The provider for the CPU, and the usual name of its target."""
+
+_QDQ = (
+    "Quantize the float model anew in the QDQ format, whose operators compute with floats: EPs have few "
+    "operators for integers, such as QLinearConv (not tried)."
+)
+"""What to do about a model with operators for integers."""
 
 _MAX_GROUPS = 8
 """The most lines of nodes that a message has: those of the main graph come before those inside loops."""
@@ -164,8 +170,10 @@ def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
         settings = (*first.settings, fixed)
         first = replace(first, causes=(*first.causes, cause), settings=settings)
     form = job.target.settings
-    is_quantized = attempt.refused is not None and attempt.refused.quantized
-    if is_quantized and form.dequantize != "all" and not form.quantize:
+    quantized = attempt.refused.quantized if attempt.refused else None
+    if quantized == "QOperator":
+        first = replace(first, causes=(*first.causes, f"Or {_QDQ[0].lower()}{_QDQ[1:]}"))
+    if quantized == "QDQ" and form.dequantize != "all" and not form.quantize:
         cause = "Or undo the quantization, which makes the model larger (not tried)."
         floats = Setting(job.target.place("dequantize"), "all")
         first = replace(first, causes=(*first.causes, cause), settings=(floats, *first.settings))
@@ -216,6 +224,8 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
             f"{target.provider.ep} cannot do. Undo the quantization (not tried)."
         )
         return hint, (Setting(target.place("dequantize"), True),)
+    if any(is_of_integers(node.op.rpartition(".")[2]) for node in nodes):
+        return _QDQ, ()
     is_quantized = any(node.op.endswith("DequantizeLinear") for node in nodes)
     if is_quantized and target.settings.dequantize != "all" and not target.settings.quantize:
         hint = "Undo the quantization of the weights, which makes the model larger (not tried)."

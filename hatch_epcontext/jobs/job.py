@@ -16,7 +16,14 @@ from dataclasses import replace
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.config.tables import ValidateTable
-from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
+from hatch_epcontext.errors import (
+    BuildError,
+    Kind,
+    Problem,
+    RefusedError,
+    Setting,
+    UnavailableError,
+)
 from hatch_epcontext.files import is_sha256
 from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built
 from hatch_epcontext.jobs.cache.build import changed_error
@@ -276,7 +283,11 @@ class _JobRun:
             built = map(self._run_alone, alone)
             return worst_of_alone([b.validated[model.name] for b in built], reason)
         with self._files_unchanged():
-            return self._steps.validate(form, model, artifact, context)
+            try:
+                return self._steps.validate(form, model, artifact, context)
+            except RefusedError as error:
+                # Another artifact may run.
+                return Validated(Validation(ValidationStatus.RAN, failures=error.problems))
 
     def _run_alone(self, job: Job) -> Built:
         """The result of one of the jobs that are run instead of this one."""

@@ -10,6 +10,7 @@ from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord, is_sha256
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import CORRECTIONS, RewriteName
+from hatch_epcontext.graph.operators import StaticFormat
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.worker.results import Context, Preparation, Simplifier
 
@@ -94,7 +95,7 @@ class Refused:
     is nothing to change (``"change"``), or the EP refuses the result (``"compile"``).
 
     ``rewrites``: what was done to the models. ``is_accident``: whether another build may not meet it.
-    ``quantized``: whether a model is statically quantized.
+    ``quantized``: the format of a model's static quantization.
     """
 
     step: Literal["prepare", "change", "compile"]
@@ -102,7 +103,7 @@ class Refused:
     control_flow: tuple[str, ...] = ()
     rewrites: tuple[str, ...] = ()
     is_accident: bool = False
-    quantized: bool = False
+    quantized: StaticFormat | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no build writes, but a cache may contain."""

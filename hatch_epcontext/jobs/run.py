@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from hatch_epcontext.config.paths import NO_HOME, default_root
-from hatch_epcontext.config.settings import Config, Model
+from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, OutputError, merged
-from hatch_epcontext.jobs.artifact import Built, FailureReport, Result
+from hatch_epcontext.jobs.artifact import Built, FailureReport, Result, Source
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan
@@ -138,7 +138,7 @@ def build(
                 run, at_once = cluster.run, cluster.jobs_at_once
                 result = _run(begun, run, at_once, log, warn or log)
     unused = (f"{key}: no model uses this target" for key in plan.config.unused)
-    frozen = _frozen(source.model for source in begun.sources.values())
+    frozen = _frozen(begun.sources.values())
     for warning in dict.fromkeys((*unused, *frozen, *_missing_chips(begun.jobs))):
         (warn or log)(warning)
     if result.failures:
@@ -189,9 +189,16 @@ def build_with_report(
     return result
 
 
-def _frozen(models: Iterable[Model]) -> Iterator[str]:
-    """What the build has frozen that apps could feed, in a line for each model."""
-    for model in models:
+def _frozen(sources: Iterable[Source]) -> Iterator[str]:
+    """What the build has frozen that apps could feed, and samples feed, in lines for each model."""
+    for source in sources:
+        model = source.model
+        if source.facts.ignored:
+            names = listing(map(repr, source.facts.ignored), _MAX_NAMED)
+            yield (
+                f"{model.configured_name}: validate.inputs has other values for {names}, which the model "
+                "freezes: validation ignores them"
+            )
         if model.defaults:
             noun = "input" if len(model.defaults) == 1 else "inputs"
             names = listing(map(repr, model.defaults), _MAX_NAMED)

@@ -33,6 +33,7 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,
+    NOTHING,
     AgreementStatus,
     Coverage,
     Simplifier,
@@ -80,7 +81,7 @@ class Verdict:
 
     @property
     def differs(self) -> bool:
-        """Whether an output is beyond its limits."""
+        """Whether an output is beyond its limits, or the artifact cannot be run."""
         return self.status == "differs"
 
     @property
@@ -193,7 +194,7 @@ class Attempt:
             verdict = verdict_of(validations)
             if problems := differences_in(validations):
                 result = _first_line(problems[0].message)
-                if verdict and verdict.margin <= -1:
+                if verdict and NOTHING < verdict.margin <= -1:
                     result = f"{result}, {-verdict.margin:.0f} dB beyond the limits"
             elif verdict is not None and math.isfinite(verdict.margin):
                 result = f"{result}, {verdict.margin:.0f} dB above the limits"
@@ -219,6 +220,8 @@ def verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
     if not validations:
         return None
     margin = min(validation.margin for validation in validations)
+    if any(validation.failures for validation in validations):
+        return Verdict("differs", margin)
     agreements = [a for validation in validations for a in validation.agreements]
     if any(agreement.differs for agreement in agreements):
         # Nothing is known about the cause.
@@ -244,7 +247,8 @@ def verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
 
 def differences_in(validated: Mapping[str, Validated]) -> tuple[Problem, ...]:
     """The problems of outputs that differ from the CPU's, in the validations of an attempt's models."""
-    problems = (p for one in validated.values() for p in one.validation.problems)
+    validations = [one.validation for one in validated.values()]
+    problems = (p for v in validations for p in (*v.failures, *v.problems))
     return tuple(replace(problem, step="validation") for problem in problems)
 
 
@@ -289,10 +293,11 @@ class Form:
         return list(filter(self.search.is_enough, self.all(*phases)))
 
     def helpful(self, *names: RewriteName) -> tuple[RewriteName, ...]:
-        """Those of ``names`` that help in the EP's number format."""
+        """Those of ``names`` that help with the EP, and in its number format."""
         settings = self.search.settings
         format_ = self.provider.number_format(settings.device, settings.provider_options)
-        helpful = format_.rewrites if format_ and self.provider.product == "context" else ()
+        is_compiled = self.provider.product == "context"
+        helpful = {*self.provider.rewrites, *(format_.rewrites if format_ and is_compiled else ())}
         return tuple(name for name in names if name in helpful)
 
     @property

@@ -130,7 +130,7 @@ class Steps:
                 refused = replace(
                     _refused("compile", error, recipe),
                     rewrites=tuple(dict.fromkeys(changes)),
-                    quantized=any(model.quantized for model in prepared),
+                    quantized=next((m.quantized for m in prepared if m.quantized), None),
                 )
                 return replace(attempt, refused=refused)
         versions = self.build.versions[job.target.name]
@@ -336,6 +336,7 @@ class Steps:
             tolerance=model.tolerance_for(job.target) if is_other else None,
             unroll_limit=settings.unroll_limit if change and change.kind == "unroll" else None,
             corrections=corrections,
+            faults=job.target.provider.rewrites,
         )
         log = folder / "call"
         after = worker.call(request, log, location=job.location, step="preparation")

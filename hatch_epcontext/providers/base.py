@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Limits
-from hatch_epcontext.graph.number_format import NumberFormat
+from hatch_epcontext.graph.number_format import NumberFormat, RewriteName
 from hatch_epcontext.providers.option import Option
 
 # The loader is copied into other packages and can import nothing of this one, so it declares `Device`.
@@ -246,6 +246,9 @@ class Provider:
 
     max_rank: int | None = None
     """The largest rank of a tensor that the EP supports; None if unknown."""
+
+    rewrites: tuple[RewriteName, ...] = ()
+    """The rewrites that avoid faults of the EP in any number format."""
 
     more_coverage: MoreCoverage | None = None
     """Options that are tried where the EP leaves nodes to the CPU, unless the configuration sets them."""

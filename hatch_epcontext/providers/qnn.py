@@ -208,15 +208,8 @@ def _symmetric(operator: str, text: str, operand: int, low: float, gives: float)
     yield Fault(operator, text, None, operand, -_LIMIT, -low, -gives, computed=True)
 
 
-_ALSO = frozenset[RewriteName]({"int64-outputs"})
-"""Seen with onnxruntime-qnn 2.7.0: a Transpose that gives a context an int64 output writes 32 bits, and each
-run ends with "ORT Tensor data size does not match QNN tensor data size"."""
-
-_BFLOAT16 = dataclasses.replace(BFLOAT16, also=_ALSO)
-
 _FLOAT16 = dataclasses.replace(
     FLOAT16,
-    also=_ALSO,
     largest_of_sums=_LIMIT,
     sums=frozenset({"Add", "CumSum", "Div", "Exp", "Mul", "Pow", "ReduceSum", "Sub"}),
     seen=_SEEN,
@@ -316,6 +309,9 @@ class Qnn(Provider):
     options = _OPTIONS
     reserved = _RESERVED
     static_shapes = True
+    # Seen with onnxruntime-qnn 2.7.0: a Transpose that gives a context an int64 output writes 32 bits, and
+    # each run ends with "ORT Tensor data size does not match QNN tensor data size".
+    rewrites: tuple[RewriteName, ...] = ("int64-outputs",)
     example = 'chip = "snapdragon-x-elite"'
     # The NPU computes in float16, and a Sigmoid in steps of 0.004. On real models right outputs have 25 dB
     # and more, wrong ones less than 20.
@@ -375,7 +371,7 @@ class Qnn(Provider):
         if device not in ("npu", "any") or options.get("backend_type") not in (None, "htp"):
             return None
         if options.get("htp_bf16_enable") == "1":
-            return _BFLOAT16
+            return BFLOAT16
         return None if options.get("enable_htp_fp16_precision") == "0" else _FLOAT16
 
     def implied(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,9 +108,11 @@ def _beyond_limits(explained: Sequence[Explained]) -> Problem:
     hint, settings = explained[0].hint, explained[0].settings
     if _limits_in(settings):
         limits = {
-            name: own for item in explained for name, own in _limits_in(item.settings).items()
+            item.agreement.output: own
+            for item in explained
+            if (own := _limits_in(item.settings).get(item.agreement.output))
         }
-        settings = (replace(settings[0], value={"outputs": limits}),)
+        settings = _with_limits(settings[0], limits)
     return Problem(Kind.OUTPUT_DIFFERS, "", "\n".join(lines), hint, settings=settings)
 
 
@@ -152,9 +154,15 @@ def _worse(one: Explained, other: Explained) -> Explained:
     for name, limit in (item for own in both for item in own[output].items()):
         loosest = max if name == "atol" else min
         limits[name] = loosest(limit, limits.get(name, limit))
-    return replace(
-        first, settings=(replace(first.settings[0], value={"outputs": {output: limits}}),)
-    )
+    return replace(first, settings=_with_limits(first.settings[0], {output: limits}))
+
+
+def _with_limits(
+    setting: Setting, limits: Mapping[str, Mapping[str, float]]
+) -> tuple[Setting, ...]:
+    """The ``setting`` of a table of limits, with these ``limits`` of outputs."""
+    table: Any = setting.value
+    return (replace(setting, value={**table, "outputs": {**table["outputs"], **limits}}),)
 
 
 def warning(difference: Difference, subject: Subject) -> str:
@@ -204,7 +212,11 @@ def _advice(agreement: Agreement, limits: Tolerance, subject: Subject) -> Advice
         hint = f"{wrong}. If the app never has such inputs, give its real ones."
         return hint, (Setting(key / "inputs", "samples.npz"),)
     hint = "Find the cause, or allow more if that is acceptable (not tried: other inputs may need more)."
-    return hint, (Setting(key / "tolerance", {"outputs": {agreement.output: needed}}),)
+    # In place of the whole table, whose other limits stay.
+    table = validate.tolerance or ToleranceTable()
+    outputs = {output: {**own.limits} for output, own in table.outputs.items()}
+    outputs[agreement.output] = {**outputs.get(agreement.output, {}), **needed}
+    return hint, (Setting(key / "tolerance", {**table.limits, "outputs": outputs}),)
 
 
 def _floor(limit: float) -> float:

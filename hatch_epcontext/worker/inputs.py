@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
+import onnx
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem, Setting
 from hatch_epcontext.files import unreadable
+from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import Range, Size, TensorFacts
 from hatch_epcontext.worker.synthetic import RANDOM, Pattern, assumed_range, values
@@ -53,6 +55,32 @@ def check_inputs(inputs: Sequence[TensorFacts], model: Model) -> None:
                 Setting(model.place("dims")),
                 Setting(model.place("shapes")),
             )
+
+
+def ignored_inputs(main: onnx.GraphProto, model: Model) -> Iterator[str]:
+    """Yield the inputs that are frozen in ``main``, and have other values in the files of
+    ``model.validate.inputs``.
+    """
+    if model.validate.inputs in SYNTHETIC:
+        return
+    key = _key(model)
+    stored = {tensor.name: tensor for tensor in main.initializer}
+    ignored = {
+        name
+        for file in _files(Path(model.validate.inputs), key)
+        for name, array in _read_npz(file, key, stored).items()
+        if not _repeats(array, graph.array_of(stored[name]))
+    }
+    yield from sorted(ignored)
+
+
+def _repeats(array: Array, value: Array | None) -> bool:
+    """Whether each sample of ``array`` is ``value``, which is None if it is unknown."""
+    if value is None or not value.size:
+        return True
+    return array.size % value.size == 0 and bool(
+        (array.reshape(-1, value.size) == value.ravel()).all()
+    )
 
 
 def dummy_inputs(
@@ -235,8 +263,10 @@ _UNREADABLE = (
 )
 
 
-def _read_npz(path: Path, key: Key) -> dict[str, Array]:
-    """Return the arrays in an ``.npz``; raises ModelError, at ``key``, if it is invalid."""
+def _read_npz(path: Path, key: Key, names: Container[str] | None = None) -> dict[str, Array]:
+    """Return the arrays in an ``.npz``, or those with these ``names``; raises ModelError, at ``key``, if it
+    is invalid.
+    """
     # Reading a pipe may not end.
     if rejection := unreadable(path):
         message = f"{path.name} {rejection.message}"
@@ -244,7 +274,11 @@ def _read_npz(path: Path, key: Key) -> dict[str, Array]:
     try:
         # Opened here, because NumPy does not close a file that it cannot read.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: _plain_array(file[name]) for name in file.files}
+            arrays = {
+                name: _plain_array(file[name])
+                for name in file.files
+                if names is None or name in names
+            }
     except _UNREADABLE as error:
         message = f"{path.name} is not an .npz of plain arrays: {error}."
         if not is_zipfile(path):

@@ -16,6 +16,7 @@ from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Declined, Range, TensorFacts
 from hatch_epcontext.graph.number_format import RewriteName
+from hatch_epcontext.graph.operators import StaticFormat
 from hatch_epcontext.providers import Plugin, Tolerance
 from hatch_epcontext.worker.results import (
     Answer,
@@ -87,7 +88,8 @@ class Prepared:
     with the outputs of the source model on the CPU, if they were compared and fit into one. ``applicable``:
     the rewrites for a number format that may change it. ``changed``: whether the request that made it changed
     the model. ``dropped``: the rewrites that this left out because they were wrong, each with the reason;
-    ``declined``: why others left refused nodes as they are. ``quantized``: if it has static quantization.
+    ``declined``: why others left refused nodes as they are. ``quantized``: the format of its static
+    quantization.
     """
 
     preparation: Preparation
@@ -98,7 +100,7 @@ class Prepared:
     changed: bool = True
     dropped: tuple[str, ...] = ()
     declined: tuple[Declined, ...] = ()
-    quantized: bool = False
+    quantized: StaticFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     refused. The result is simplified with ``simplify``, and compared with the source on the CPU if ``before``
     has a reference. ``folder`` exists and is empty. ``tolerance``: how far it may differ if its numbers were
     changed before. With an ``unroll_limit`` loops and layers of known length are unrolled instead, up to that
-    many nodes. With ``corrections``, the ids of rewrites for accuracy, only these are applied.
+    many nodes. With ``corrections``, the ids of rewrites for accuracy, only these are applied. ``faults``:
+    those that the EP needs in any number format.
     """
 
     model: Model
@@ -144,6 +147,7 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     tolerance: Tolerance | None = None
     unroll_limit: int | None = None
     corrections: tuple[RewriteName, ...] = ()
+    faults: tuple[RewriteName, ...] = ()
 
 
 @dataclass(frozen=True)

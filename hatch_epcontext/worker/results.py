@@ -24,7 +24,8 @@ class ModelFacts:
     hold its external data, relative to its folder, with forward slashes.
 
     ``own_inputs`` and ``own_outputs`` are those of the file itself. ``license`` is that of the file's
-    metadata; ``dynamic``: whether it is dynamically quantized; ``optional``: its inputs with a default value.
+    metadata; ``dynamic``: whether it is dynamically quantized; ``optional``: its inputs with a default value;
+    ``ignored``: the frozen inputs for which the samples have other values.
     """
 
     inputs: tuple[TensorFacts, ...]
@@ -35,6 +36,7 @@ class ModelFacts:
     dynamic: bool = False
     own_outputs: tuple[TensorFacts, ...] = ()
     optional: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ class Validation:
     ``emulation``: what the EP's number format makes of the model; None if an output differs.
     ``float_form``: how near the integers of the source on the CPU are to its float form, if the comparison
     was with that.
-    ``simulated``: whether a simulator of the device ran it.
+    ``simulated``: whether a simulator of the device ran it. ``failures``: why it could not be opened or run.
     """
 
     status: ValidationStatus
@@ -277,6 +279,7 @@ class Validation:
     emulation: Emulation | None = None
     float_form: Agreement | None = None
     simulated: bool = False
+    failures: tuple[Problem, ...] = ()
 
     @property
     def few(self) -> bool:
@@ -295,8 +298,8 @@ class Validation:
 
     @property
     def differs(self) -> bool:
-        """Whether an output differs."""
-        return any(agreement.differs for agreement in self.agreements)
+        """Whether an output differs, or there is none."""
+        return bool(self.failures) or any(agreement.differs for agreement in self.agreements)
 
     @property
     def margin(self) -> float:
@@ -304,6 +307,8 @@ class Validation:
 
         Negative if one differs: a limit that is not in decibels counts as slightly exceeded.
         """
+        if self.failures:
+            return NOTHING
         if differing := [agreement for agreement in self.agreements if agreement.differs]:
             return min(min(agreement.margin or 0.0, _HARDLY) for agreement in differing)
         margins = [a.margin for a in self.agreements if a.status in _CONCLUSIVE]

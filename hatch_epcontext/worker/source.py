@@ -107,8 +107,10 @@ def fix_constants(onnx_model: onnx.ModelProto, model: Model) -> None:
     main, optional = onnx_model.graph, graph.optional_inputs(onnx_model)
     if replaced := model.constants.keys() & {value.name for value in optional}:
         others = [tensor for tensor in main.initializer if tensor.name not in replaced]
-        del main.initializer[:]
+        sparse = [one for one in main.sparse_initializer if one.values.name not in replaced]
+        del main.initializer[:], main.sparse_initializer[:]
         main.initializer.extend(others)
+        main.sparse_initializer.extend(sparse)
     problems = [
         *_fix_constants(onnx_model.graph, model),
         *collect(_sizes(onnx_model.graph, model))[1],
@@ -204,6 +206,7 @@ def _sizes(main: onnx.GraphProto, model: Model) -> Diagnosed[dict[str, int]]:
                 Kind.VALUE_MISMATCH,
                 f"the shape {list(shape)} does not fit the input, which has the shape "
                 f"{facts.shape_text}.",
+                "Only open dimensions (with a name or ?) can get a size: correct it, or leave it out.",
             )
             continue
         for configured, size in zip(shape, facts.sizes, strict=False):
@@ -277,6 +280,8 @@ def running_source(model: Model, fixed: onnx.ModelProto) -> Iterator[None]:
 
 def _source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
     message = f"the source model itself cannot be run on the CPU: {str(error).strip()}"
+    if shapes := graph.contradiction(fixed):
+        message += f"\nIts shapes contradict each other: {shapes}."
     if "Load model from" in message:
         hint = "Correct the model: no EP gets a model that ONNX Runtime cannot load."
         return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint)
@@ -293,14 +298,15 @@ def _source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pr
         hint, settings = fix_open(unsized, model)
         return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint, *settings)
     hint, settings = (not model.constants and on_conditions(fixed.graph, model.key)) or ("", ())
+    configured = [name for name in ("constants", "dims", "shapes") if getattr(model, name)]
     hint += (
-        "\nGive inputs, constants or sizes that the model accepts, or switch off the comparison (not tried: "
-        "the EP may fail at the same node)."
+        f"\nGive {listing(['inputs', *configured])} that the model accepts, or switch off the comparison "
+        "(not tried: the EP may fail at the same node)."
     )
     validate = model.key / "validate"
     others = (
         Setting(validate / "inputs", "samples.npz"),
-        *(Setting(model.place(name)) for name in ("constants", "dims")),
+        *(Setting(model.place(name)) for name in configured),
         Setting(validate / "tolerance", False),
     )
     return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint.strip(), *settings, *others)

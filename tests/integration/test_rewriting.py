@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
@@ -161,3 +162,27 @@ def test_what_qnn_computes_wrong_is_rewritten_at_last(tmp_path: Path) -> None:
     (compiled,) = compile_job_for_qnn(model, tmp_path).models
     assert compiled.preparation.rewrites in ((), ("pool_as_slices",))
     assert compiled.validation.status is ValidationStatus.RAN
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ("4, 1", "y = Gather <axis = 1> (v, one)"),
+        ("4, 3", "y = Neg (v)"),
+        ("4, 2", "y = MatMul (v, w)"),
+    ],
+)
+def test_transposed_int64_can_be_read_on_the_cpu(tmp_path: Path, shape: str, text: str) -> None:
+    x = np.random.default_rng(1).integers(-8, 8, (3, 6, 4)).astype(np.float32)
+    np.savez(tmp_path / "samples.npz", x=x)
+    model = parsed(
+        f"""(float[3, 6, 4] x) => (int64[{shape}] y)
+        <int64[1] one = {{1}}, int64[3, 2] w = {{1, 2, 3, 4, 5, 6}}> {{
+            t = Transpose <perm = [2, 1, 0]> (x) v = ArgMax <axis = 1, keepdims = 0> (t) {text} }}""",
+        17,
+    )
+    settings = {"min-coverage": 0.5, "validate": {"inputs": str(tmp_path / "samples.npz")}}
+    compiled = compile_for_qnn(model, tmp_path, settings=settings)
+    assert "expand_int64_inputs" in compiled.preparation.rewrites
+    assert compiled.validation.status is ValidationStatus.RAN
+    assert [agreement.max_abs for agreement in compiled.validation.agreements] == [0]

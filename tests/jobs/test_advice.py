@@ -40,6 +40,8 @@ QUANTIZED = """(float[1, 4, 8, 8] x) => (float[1, 4, 8, 8] y)
 LABELLED = """(float[1, 8] x) => (string[1, 8] y) {
     a = MatMul (x, w) b = Sigmoid (a)
     y = ai.onnx.ml.LabelEncoder <keys_floats = [0.0, 1.0], values_strings = ["a", "b"]> (b) }"""
+OUTPUTS = """(float[4, 8] x) => (float[4, 8] a, float[4, 8] b, float[4, 8] c) {
+    a = MatMul (x, w) b = MatMul (a, w) c = MatMul (b, w) }"""
 OFF = {"validate": {"tolerance": False}}
 
 CASES: Mapping[str, tuple[onnx.ModelProto, dict[str, Any], dict[str, Any], str]] = {
@@ -54,6 +56,10 @@ CASES: Mapping[str, tuple[onnx.ModelProto, dict[str, Any], dict[str, Any], str]]
     "open": (network(), {}, {}, "dims"),
     "limits": (parsed("(float[4, 8] x) => (float[4, 8] y) { y = MatMul (x, w) }", w=(8, 8)), {},
                {"validate": {"tolerance": {"snr": 80, "atol": 1e-9}}}, "tolerance"),
+    "relative": (parsed("(float[4, 8] x) => (float[4, 8] y) { y = MatMul (x, w) }", w=(8, 8)), {},
+                 {"validate": {"tolerance": {"snr": 80, "rtol": 1e-6}}}, "tolerance"),
+    "outputs": (parsed(OUTPUTS, w=(8, 8)), {}, {"validate": {"tolerance": {"cosine": 0.9, "outputs": {
+        "a": {"snr": 80}, "b": {"snr": 0, "cosine": 1.0}, "c": {"snr": 5}}}}}, "tolerance"),
 }  # fmt: skip
 """A model that fails, what its target and its own table have, and the setting that helps most."""
 
@@ -111,6 +117,10 @@ def test_each_setting_that_a_message_prints_changes_what_follows(project: Path, 
     assert best in first.key.parts, str(problems)
     assert not any(setting.value is None for setting in settings)
     assert not (problems[0].hint or "").endswith(":")
+    if best == "tolerance":
+        before_limits = own["validate"]["tolerance"]
+        assert before_limits.keys() <= first.value.keys()
+        assert before_limits.get("outputs", {}).keys() <= first.value["outputs"].keys()
     before = [(problem.kind, problem.message) for problem in problems]
     for setting in settings:
         # The last remedy is the same in all cases.

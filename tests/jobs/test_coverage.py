@@ -107,6 +107,14 @@ def test_the_key_that_undoes_quantized_weights_is_named(project: Path) -> None:
     assert "dequantize" not in quantized
 
 
+def test_operators_of_integers_are_named_as_the_reason_and_are_not_undone(project: Path) -> None:
+    for operator in ("QLinearConv", "com.microsoft.QLinearAdd", "com.microsoft.QGemm"):
+        uncovered = (NodeFacts("a", operator), NodeFacts("y", "DequantizeLinear"))
+        text = failure(Coverage(4, 2, 1, uncovered), project)
+        assert "Quantize the float model anew in the QDQ format" in text
+        assert "dequantize" not in text
+
+
 def test_all_nodes_are_named_in_groups(project: Path) -> None:
     uncovered = tuple(NodeFacts(f"n{index}", "Op") for index in range(25))
     others = (NodeFacts("", "NonZero", "no shape"), NodeFacts("", "NonZero", "no shape"))

@@ -273,3 +273,37 @@ def test_weights_that_old_exports_list_as_inputs_are_no_optional_inputs(
     result = run(f"{TWO}models = [{{ path = 'models/a.onnx' }}]")
     assert result.sources[0].model.origin is None
     assert not [line for line in log if "frozen" in line]
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "ignored"),
+    [
+        ("", [[1, 0], [0, 2]], None),
+        ("", [[1, 0], [0, 3]], "'lora'"),
+        ("constants = { lora = 2 }", [[[2, 2], [2, 2]]] * 2, None),
+        ("constants = { lora = 2 }", [[1, 0], [0, 2]], "'lora'"),
+    ],
+)
+def test_samples_with_other_values_for_a_frozen_input_are_named(
+    run: Run, project: Path, log: list[str], keys: str, value: list[object], ignored: str | None
+) -> None:
+    lora = np.array([[1, 0], [0, 2]], np.float32)
+    save(parsed(LORA, lora=lora), project / "models" / "a.onnx")
+    x = np.ones((1, 2), np.float32)
+    np.savez(project / "samples.npz", x=x, lora=np.array(value, np.float32))
+    keys = ", ".join(filter(None, ["validate.inputs = 'samples.npz'", keys]))
+    run(f"{TWO}models = [{{ path = 'models/a.onnx', {keys} }}]")
+    lines = [line for line in log if "validate.inputs has other values for" in line]
+    assert [f"for {ignored}, " in line for line in lines] == [True] * bool(ignored)
+
+
+def test_an_input_with_a_sparse_initializer_is_optional(
+    run: Run, project: Path, log: list[str]
+) -> None:
+    made = parsed("(float[1, 2] x, float[2, 2] w) => (float[1, 2] y) { y = MatMul(x, w) }")
+    sparse = made.graph.sparse_initializer.add(dims=[2, 2])
+    sparse.values.CopyFrom(helper.make_tensor("w", TensorProto.FLOAT, [1], [2.0]))
+    sparse.indices.CopyFrom(helper.make_tensor("at", TensorProto.INT64, [1], [3]))
+    save(made, project / "models" / "a.onnx")
+    run(f"{TWO}models = [{{ path = 'models/a.onnx' }}]")
+    assert [line for line in log if "frozen to the default: the optional input 'w'" in line]

@@ -484,6 +484,24 @@ def test_a_winner_that_could_not_be_run_loses_where_it_differs() -> None:
     assert name_of(other.recipe) == "unfused"
 
 
+def test_the_rewrites_that_an_ep_needs_in_any_number_format_are_applied_without_one() -> None:
+    ep = Ep({"plain": ()})
+    ep.finish(search_for(provider_options={"enable_htp_fp16_precision": "0"}))
+    assert [recipe.corrections for recipe in ep.compiled] == [("int64-outputs",)]
+
+
+def test_what_compiles_and_cannot_be_run_loses_to_what_can(project: Path) -> None:
+    failing = Validation(ValidationStatus.RAN, failures=refused("validation").problems)
+    outcomes: dict[str, Outcome] = {"plain": ("If",), "rewrite": ("If", "If")}
+    ep = Ep(outcomes, {"plain": failing})
+    other = ep.winner(replace(search_for(), terms=Terms(0.5)))
+    assert other is not None
+    assert name_of(other.recipe) == "rewrite"
+    problem = why(job_of(project), Ep({"plain": ()}, {"plain": failing}))
+    assert (problem.kind, problem.step) == (Kind.COMPILE_FAILED, "validation")
+    assert problem.causes == ("Or, at last, compile the model for the CPU alone (targets).",)
+
+
 def test_refusals_are_not_shared() -> None:
     search = Ep({"plain": NO, "rewrite": ()}).finish(search_for())
     assert [name_of(a.recipe) for a in search.to_share().attempts] == ["rewrite"]

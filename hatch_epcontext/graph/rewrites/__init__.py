@@ -45,6 +45,7 @@ from hatch_epcontext.graph.rewrites.matrices import (
     resize_as_matmul,
 )
 from hatch_epcontext.graph.rewrites.pools import pool_as_slices
+from hatch_epcontext.graph.rewrites.precise import expand_int64_inputs
 from hatch_epcontext.graph.rewrites.products import (
     cumulate_as_products,
     det_as_products,
@@ -81,6 +82,7 @@ REWRITES: tuple[Rewrite, ...] = (
     erf_as_tanh,
     clip_as_max_min,
     cast_as_dequantize,
+    expand_int64_inputs,
     decompose_quantization,
     join_bits,
     shift_as_product,

@@ -7,7 +7,7 @@ add nodes, whose cost on NPUs is not measured: they are for models that, as a ru
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import onnx
@@ -15,7 +15,7 @@ import onnx
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Rule
 from hatch_epcontext.graph.number_format import FUSING, RewriteName
-from hatch_epcontext.graph.rewriting import Rewrite
+from hatch_epcontext.graph.rewriting import Rewrite, rewrites
 from hatch_epcontext.graph.scope import Scope
 
 _BROADCASTING = 8
@@ -109,10 +109,7 @@ def _int64_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     could be moved there.
     """
     ends = _int64_outputs(scope.body).intersection(node.output)
-    above = scope.needed_nodes(
-        ends, lambda name: scope.nodes[scope.makers[name]].op_type not in _NOT_MOVED_PAST
-    )
-    if _TRANSPOSED.isdisjoint(scope.nodes[index].op_type for index in above):
+    if not _is_transposed(ends, scope):
         return None
     values = builder.add_like(node, node.op_type, node.input)
     for index, name in enumerate(node.output):
@@ -120,6 +117,33 @@ def _int64_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
         if name in ends and shape:
             values[index] = builder.add("Expand", values[index], builder.integers(shape))
     return values
+
+
+def _is_transposed(names: Iterable[str], scope: Scope) -> bool:
+    """Whether a Transpose could be moved to one of these values."""
+    above = scope.needed_nodes(
+        names, lambda name: scope.nodes[scope.makers[name]].op_type not in _NOT_MOVED_PAST
+    )
+    return not _TRANSPOSED.isdisjoint(scope.nodes[index].op_type for index in above)
+
+
+@rewrites(
+    *(schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain),
+    nested=False,
+    fault="int64-outputs",
+)
+def expand_int64_inputs(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Any node, with an Expand and a Squeeze before the int64 inputs to which a Transpose could be moved.
+
+    ONNX Runtime removes an Expand to the same shape in the middle of a graph.
+    """
+    inputs = list(node.input)
+    for index, name in enumerate(inputs):
+        shape = scope.shape(name)
+        if shape and scope.dtype(name) == np.int64 and _is_transposed([name], scope):
+            expanded = builder.add("Expand", name, builder.integers([1, *shape]))
+            inputs[index] = builder.squeeze(expanded, [0])
+    return None if inputs == node.input else builder.add_like(node, node.op_type, inputs)
 
 
 def _int64_outputs(main: onnx.GraphProto) -> set[str]:

@@ -18,7 +18,7 @@ from hatch_epcontext.graph.facts import Cut, TensorFacts, describe_nodes, freeze
 from hatch_epcontext.graph.parts import cut_around
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.inputs import check_inputs, sized
+from hatch_epcontext.worker.inputs import check_inputs, ignored_inputs, sized
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
@@ -103,6 +103,7 @@ def _check_model(model: Model) -> ModelFacts:
         is_dynamic(onnx_model),
         own_outputs,
         optional,
+        tuple(ignored_inputs(onnx_model.graph, model)),
     )
 
 

@@ -121,7 +121,10 @@ class _RewriteSession:
         """The rewrites that may change the model."""
         if corrections := self.request.corrections:
             return tuple(rewrite for name, rewrite in PRECISE.items() if name in corrections)
-        return REWRITES if self.request.unroll_limit is None else UNROLLS
+        if self.request.unroll_limit is not None:
+            return UNROLLS
+        faults = (None, *self.request.faults)
+        return tuple(rewrite for rewrite in REWRITES if rewrite.fault in faults)
 
     def rewrite(self, rewrites: tuple[Rewrite, ...]) -> Prepared:
         """The model after ``rewrites``; raises an exception if it cannot be run, or its results changed."""
