@@ -119,6 +119,19 @@ def interrupted() -> onnx.ModelProto:
     )
 
 
+def with_refused() -> onnx.ModelProto:
+    """Two matrix products, with an operator between them that QNN refuses and no rewrite replaces."""
+    return parsed(
+        """(float[4, 8] x) => (float[4, 8] y) {
+            a = MatMul (x, w)
+            b = Relu (a)
+            [infinite] i = IsInf (b)
+            c = Where (i, x, b)
+            y = MatMul (c, w) }""",
+        w=(8, 8),
+    )
+
+
 def transformer(length: int) -> onnx.ModelProto:
     """Matrix products and ReLUs on ``x`` (1 x ``length`` x 256), with the same weights at any length."""
     names = ["x", "r0", "r1", "r2", "r3"]

@@ -29,11 +29,11 @@ from hatch_epcontext.graph.rewrites.functions import apply_text, inline_function
 from hatch_epcontext.graph.rewrites.grids import grid_sample_as_gathers
 from hatch_epcontext.graph.rewrites.indexing import (
     affine_grid_as_matmul,
+    decompose,
     drop_single,
     one_hot_as_where,
     pad_as_concat,
     reverse_sequence_as_gather,
-    rewrite_as_others,
     tensor_scatter_as_where,
     unpool_as_scatter,
 )
@@ -109,7 +109,7 @@ REWRITES: tuple[Rewrite, ...] = (
     reduce_rank_of_gather,
     reduce_rank,
     join_reshapes,
-    rewrite_as_others,
+    decompose,
 )
 """All but `UNROLLS`, in the order in which they are applied: later ones may replace what earlier ones add."""
 

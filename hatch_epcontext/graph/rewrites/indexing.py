@@ -201,6 +201,6 @@ REASONS = {
 
 
 @rewrites(*REASONS)
-def rewrite_as_others(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+def decompose(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Nothing: it says why these operators stay."""
     return Declined(REASONS[node.op_type])
