@@ -1,4 +1,4 @@
-"""Which operators an EP computes wrong: graphs of a few nodes over all finite float16 values.
+"""Which operators an EP computes wrong: graphs of a few nodes over all finite float16 values, and integers.
 
     python -m benchmarks.sweep                      # QNN's simulator; prints what changed since the table
     python -m benchmarks.sweep --only Pow Div
@@ -60,6 +60,7 @@ class Case:
     """A graph: ``nodes`` in ONNX's text form, from ``x`` to ``y``, in which numbers are scalar constants.
 
     ``of``: what ``x`` is, where several cases have these nodes. ``step``: errors up to it count as none.
+    ``result``: ONNX's number of the dtype of ``y``.
     """
 
     nodes: str
@@ -68,6 +69,7 @@ class Case:
     constants: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     opset: int = 17
     step: float | NDArray[Any] = 0.0
+    result: int = TensorProto.FLOAT
 
     @property
     def name(self) -> str:
@@ -90,8 +92,8 @@ class Case:
         graph = onnx.helper.make_graph(
             nodes,
             "g",
-            [onnx.helper.make_tensor_value_info("x", TensorProto.FLOAT, self.x.shape)],
-            [onnx.helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+            [onnx.helper.make_tensor_value_info("x", _dtype(self.x), self.x.shape)],
+            [onnx.helper.make_tensor_value_info("y", self.result, None)],
             [numpy_helper.from_array(value, name) for name, value in constants.items()],
         )
         opsets = [
@@ -124,13 +126,15 @@ class Result:
 
 def judge(case: Case, got: Floats, exact: Floats) -> Result:
     """Compare ``got`` with ``exact``; results beyond `LARGEST` count as that, undefined ones as right."""
+    is_whole = exact.dtype.kind in "biu"
     got, exact = got.ravel().astype(np.float64), exact.ravel().astype(np.float64)
-    expected = np.clip(exact, -LARGEST, LARGEST)
+    largest_float = np.inf if is_whole else LARGEST
+    expected = np.clip(exact, -largest_float, largest_float)
     with np.errstate(all="ignore"):
-        error = np.abs(np.clip(got, -LARGEST, LARGEST) - expected)
+        error = np.abs(np.clip(got, -largest_float, largest_float) - expected)
         # Behind the largest value there is none.
         unit = np.spacing(np.abs(expected).astype(np.float16).clip(0, 32768)).astype(np.float64)
-        allowed = np.maximum(UNITS * unit, np.ravel(case.step))
+        allowed = np.zeros(1) if is_whole else np.maximum(UNITS * unit, np.ravel(case.step))
     error[np.isnan(got)] = np.inf
     error[np.isnan(exact)] = 0.0
     (wrong,) = np.nonzero(error > allowed)
@@ -240,6 +244,10 @@ ALL = np.concatenate([-_POSITIVE[::-1], _POSITIVE]).reshape(1, 1, -1, 64)
 """All finite float16 values, 0 and -0.0 too."""
 
 
+def _dtype(array: NDArray[Any]) -> int:
+    return int(onnx.helper.np_dtype_to_tensor_dtype(array.dtype))
+
+
 def _rounded(values: Any) -> Floats:
     return np.asarray(np.clip(values, -LARGEST, LARGEST), np.float16).astype(np.float32)
 
@@ -256,6 +264,7 @@ def cases() -> list[Case]:
         *_resizing(),
         *_choosing(),
         *_moving(),
+        *_integers(),
     ]
 
 
@@ -549,6 +558,96 @@ def _moving() -> Iterator[Case]:
         given = {name: numbers[name] for name in names if name in numbers}
         yield Case(f"y = {nodes}", x, constants=given)
     yield Case('y = Einsum<equation="ij,kj->ik">(x, w)', x, constants={"w": x}, step=64 * TABLE)
+
+
+_SIGNED = ("int32", "int64")
+
+_WHOLE: Mapping[str, Mapping[str, NDArray[Any]]] = {
+    **{
+        dtype: {
+            "small": np.arange(256),
+            "signed": np.arange(-128, 128),
+            "large": np.geomspace(300, 5e8, 256),
+            "large negative": -np.geomspace(300, 5e8, 256),
+        }
+        for dtype in _SIGNED
+    },
+    "uint32": {"small": np.arange(256), "large": np.geomspace(300, 5e8, 256)},
+    "uint8": {"small": np.arange(256)},
+}
+"""Integers of each dtype, with signs, and large ones; three times the largest has 32 bits."""
+
+_OF_WHOLE = (
+    "Div(x, 2)", "Div(x, 7)", "Div(x, 100)", "Div(x, -3)", "Mod(x, 2)", "Mod(x, 24)", "Mod(x, 100)",
+    "Mod(x, -3)", "Mod<fmod=1>(x, 24)", "Mod<fmod=1>(x, -3)", "Add(x, 100)", "Sub(x, 100)", "Mul(x, 3)",
+    "Mul(x, -1)", "Max(x, 7)", "Min(x, 7)", "Neg(x)", "Abs(x)", "Sign(x)", "Identity(x)", "Clip(x, 3, 100)",
+    "BitwiseAnd(x, 7)", 'BitShift<direction="RIGHT">(x, 1)', "ReduceSum(x, axes)", "ReduceMax<axes=[-1]>(x)",
+    "ReduceMin<axes=[-1]>(x)", "CumSum(x, axis)", "Concat<axis=0>(x, x)", "Transpose<perm=[1, 0]>(x)",
+    "Tile(x, repeats)",
+)  # fmt: skip
+
+
+def _integers() -> Iterator[Case]:
+    """Integers of the types that models have, and the ways in and out of them."""
+    tensors = {"axes": np.array([-1]), "axis": np.array(-1), "repeats": np.array([2, 3])}
+    for dtype, ranges in _WHOLE.items():
+        for name, values in ranges.items():
+            x, of = values.astype(dtype).reshape(16, 16), f"{dtype}, {name}"
+            for call in _OF_WHOLE:
+                start, _, operands = call.rstrip(")").rpartition("(")
+                numbers = re.findall(r"-?\b\d+", operands)
+                is_signed = dtype in _SIGNED
+                if start.startswith("BitShift") if is_signed else "-" in operands or start == "Neg":
+                    # ONNX has none of these.
+                    continue
+                if not is_signed and start.startswith(("Reduce", "CumSum")):
+                    # The CPU has none of these.
+                    continue
+                if "Sum" in start and "large" in name:
+                    # Beyond 32 bits.
+                    continue
+                constants = {
+                    f"c{number.replace('-', '_')}": np.array(int(number), dtype)
+                    for number in numbers
+                }
+                named = re.sub(r"-?\b\d+", lambda match: f"c{match[0].replace('-', '_')}", operands)
+                constants |= {key: tensors[key] for key in tensors if key in operands.split(", ")}
+                nodes, opset = f"y = {start}({named})", 18 if "Bitwise" in call else 17
+                yield Case(nodes, x, of, constants, opset, result=_dtype(x))
+            for operator in ("Equal", "Greater", "Less", "GreaterOrEqual", "LessOrEqual"):
+                nodes, constants = (
+                    f"c = {operator}(x, n); y = Where(c, x, m)",
+                    {"n": x[:1, 4], "m": x[:1, 9]},
+                )
+                yield Case(nodes, x, of, constants, result=_dtype(x))
+            for to in (TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64):
+                yield Case(f"y = Cast<to={to}>(x)", x, of, result=to)
+            yield Case("b = Cast<to=9>(x); y = Cast<to=1>(b)", x, of)
+            for nodes in () if "large" in name else ("y = Div(f, 255)", "y = Sub(f, 100)"):
+                yield Case(f"f = Cast<to=1>(x); {nodes}", x, of)
+    image = np.arange(192).reshape(1, 8, 8, 3)
+    kernel = {"kernel": _rounded(np.random.default_rng(6).normal(size=(4, 3, 3, 3)))}
+    for dtype in ("uint8", "int32"):
+        nodes = "f = Cast<to=1>(x); a = Div(f, 255); b = Transpose<perm=[0, 3, 1, 2]>(a); y = Conv(b, kernel)"
+        yield Case(nodes, image.astype(dtype), f"pixels in {dtype}", kernel, step=8 * TABLE)
+    rows = np.random.default_rng(7).normal(size=(8, 16)).astype(np.float16).astype(np.float32)
+    for nodes, shape in (
+        ("y = Gather<axis=1>(table, x)", (4,)),
+        ("y = GatherElements<axis=1>(table, x)", (8, 4)),
+        ("y = GatherND<batch_dims=1>(table, x)", (8, 1)),
+        ("y = ScatterElements<axis=1>(table, x, updates)", (8, 4)),
+        ("y = ScatterND(rows, x, changed)", (4, 1)),
+    ):
+        indices = -1 - np.arange(np.prod(shape)).reshape(shape) % 4
+        # As they are computed, the EP does not count them from the end while it compiles.
+        constants = {
+            "table": rows,
+            "updates": rows[:, :4] + 9,
+            "rows": rows,
+            "changed": rows[:4] + 9,
+        }
+        used = {key: value for key, value in constants.items() if key in re.findall(r"\w+", nodes)}
+        yield Case(nodes, indices, "negative", used)
 
 
 def table(provider: str) -> Path:

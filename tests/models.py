@@ -71,6 +71,13 @@ def parsed(
     return made
 
 
+def untyped(text: str, opset: int = 17) -> onnx.ModelProto:
+    """As `parsed`, with an output ``y`` of the type that onnx infers."""
+    model = parsed(text.replace("(y)", "(float y)"), opset, check=False)
+    model.graph.output[0].ClearField("type")
+    return onnx.shape_inference.infer_shapes(model, data_prop=True)
+
+
 def network(batch: int | str | None = "batch") -> onnx.ModelProto:
     """``x`` (batch x 1 x 8 x 8) -> convolution, ReLU, matrix product -> ``y`` (batch x 10)."""
     size = "?" if batch is None else batch

@@ -19,10 +19,19 @@ RewriteName = Literal[
     "variance",
     "scaled-square",
     "unfuse-activation",
+    "truncate",
+    "modulo",
+    "truth",
+    "bytes",
+    "indices",
+    "hard-swish",
 ]
-"""The rewrites of nodes that EPs compute wrong, or inexactly, in float16: see `rewrites.precise`."""
+"""The rewrites of nodes that EPs compute wrong, or inexactly: see `rewrites.precise`."""
 
-ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs", "int64-outputs")
+WHOLE: tuple[RewriteName, ...] = ("truncate", "modulo", "truth", "bytes", "indices", "hard-swish")
+"""Those of `rewrites.integers`."""
+
+ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs", "int64-outputs", *WHOLE)
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
 FOR_RANGES: tuple[RewriteName, ...] = ("log-power", "variance", "scaled-square")
@@ -49,7 +58,8 @@ class Fault:
 
     Its conditions: ``exponent``, of a Pow; ``computed``: the operand is not a stored tensor; ``behind``: the
     node directly follows one of these operators, with or without an Add between; ``inputs``: their number;
-    ``attributes``: names, and the values that each may have, ``""`` for a missing one.
+    ``attributes``: names, and the values that each may have, ``""`` for a missing one; ``whole``: the operand
+    has integers, else floats.
     """
 
     operator: str
@@ -64,6 +74,7 @@ class Fault:
     behind: frozenset[str] = frozenset()
     inputs: int | None = None
     attributes: tuple[tuple[str, frozenset[str]], ...] = ()
+    whole: bool = False
 
     def concerns(self, operator: str, inputs: int, attributes: Mapping[str, str]) -> bool:
         """Whether a node with so many inputs and these string attributes may have the fault.

@@ -225,6 +225,9 @@ def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
     texts = {name: graph.text(node, name) for name in names}
     if not fault.concerns(graph.operator(node), len(node.input), texts):
         return False
+    dtype = scope.dtype(node.input[fault.operand])
+    if fault.whole != (dtype is not None and dtype.kind in "iu"):
+        return False
     if fault.computed and scope.constant(node.input[fault.operand]) is not None:
         return False
     if fault.exponent is not None:
@@ -240,7 +243,8 @@ def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
 def hidden_faults(format_: NumberFormat, node: onnx.NodeProto, scope: Scope) -> Iterator[Fault]:
     """The faults of ``node`` that the emulation cannot show, and that concern more than a few values."""
     for fault in format_.faults_of(graph.operator(node)):
-        is_hidden = fault.gives is None and fault.high - fault.low > _FEW_VALUES
+        # Faults of integers all have a rewrite that is always applied.
+        is_hidden = fault.gives is None and fault.high - fault.low > _FEW_VALUES and not fault.whole
         if is_hidden and applies(fault, node, scope):
             yield fault
 

@@ -192,6 +192,9 @@ class Provider:
     plugin: Plugin | None = None
     """None for an EP that is part of ONNX Runtime's own distribution."""
 
+    integer_bits: int = 64
+    """The bits of its widest integers: it computes those of larger dtypes with fewer."""
+
     needs_library: bool = False
     """Whether it stands for any EP: the configuration has to name the EP's library, and its options are not
     checked."""

@@ -208,6 +208,22 @@ def _symmetric(operator: str, text: str, operand: int, low: float, gives: float)
     yield Fault(operator, text, None, operand, -_LIMIT, -low, -gives, computed=True)
 
 
+def _of_integers() -> Iterator[Fault]:
+    """The EP shifts to divide by powers of two, and computes remainders as floats of 11 bits."""
+    least, largest = -(2.0**31), 2.0**31 - 1
+    text = "rounds negative integers down, where the divisor is a power of two"
+    yield Fault("Div", text, "truncate", 0, least, -1, whole=True)
+    text = "of integers is wrong for most of those beyond 1600"
+    yield Fault("Mod", text, "modulo", 0, least, largest, whole=True)
+    text = "to booleans makes false of negative integers"
+    yield Fault("Cast", text, "truth", 0, least, -1, whole=True)
+    text = "to floats makes 1 of most bytes (uint8)"
+    yield Fault("Cast", text, "bytes", 0, 0, 255, whole=True)
+    for operator in ("GatherElements", "ScatterElements", "ScatterND"):
+        text = "does not count negative indices from the end, unless they are stored"
+        yield Fault(operator, text, "indices", 1, least, -1, whole=True)
+
+
 _FLOAT16 = dataclasses.replace(
     FLOAT16,
     largest_of_sums=_LIMIT,
@@ -246,6 +262,7 @@ _FLOAT16 = dataclasses.replace(
             "InstanceNormalization", "may be -131008 where all of a channel is the same large value",
             None, 0, *_WIDE,
         ),
+        *_of_integers(),
         Fault("Clip", "does not clamp: its bounds are attributes", "clip-inputs", 0, *_WIDE, inputs=1),
         Fault(
             "Cast", "keeps the fraction that a Cast to integers before it drops, and is 1 for larger uint8",
@@ -311,7 +328,8 @@ class Qnn(Provider):
     static_shapes = True
     # Seen with onnxruntime-qnn 2.7.0: a Transpose that gives a context an int64 output writes 32 bits, and
     # each run ends with "ORT Tensor data size does not match QNN tensor data size".
-    rewrites: tuple[RewriteName, ...] = ("int64-outputs",)
+    # The last one alone: x * HardSigmoid(x), in this order, is fused with a Conv before into a wrong kernel.
+    rewrites: tuple[RewriteName, ...] = ("int64-outputs", "hard-swish")
     example = 'chip = "snapdragon-x-elite"'
     # The NPU computes in float16, and a Sigmoid in steps of 0.004. On real models right outputs have 25 dB
     # and more, wrong ones less than 20.
@@ -335,6 +353,7 @@ class Qnn(Provider):
     # Tried with Transpose, Cast, Mul, Relu and Add.
     lacks_dtypes = frozenset({"float64", "bfloat16", "int8", "int16", "uint16", "uint64"})
     max_rank = 5
+    integer_bits = 32
     needs = "an x86-64 processor, or an Arm processor from Qualcomm"
     verified = "Compiled, loaded and run with the EP's simulator, for SoC 60 (HTP 73)."
     sources = (

@@ -41,7 +41,8 @@ def test_cases_have_different_names_and_inputs_that_are_values_of_float16() -> N
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         assert case.model()
-        assert (case.x.astype(np.float16).astype(np.float32) == case.x).all(), case.name
+        is_float = case.x.dtype.kind == "f"
+        assert not is_float or (case.x.astype(np.float16) == case.x).all(), case.name
 
 
 def test_the_cpu_computes_nothing_wrong() -> None:

@@ -6,15 +6,17 @@ add nodes, whose cost on NPUs is not measured: they are for models that, as a ru
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Rule
-from hatch_epcontext.graph.number_format import FUSING, RewriteName
+from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, FUSING, RewriteName
+from hatch_epcontext.graph.rewrites import integers
 from hatch_epcontext.graph.rewriting import Rewrite, rewrites
 from hatch_epcontext.graph.scope import Scope
 
@@ -293,8 +295,13 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh")),
 }
 
+_ALL = {name: Rewrite(name, frozenset(ops), rule) for name, (rule, ops) in _RULES.items()}
+_ALL |= {
+    name: Rewrite(name, frozenset(ops), rule) for name, (rule, ops, _) in integers.RULES.items()
+}
+
 PRECISE: Mapping[RewriteName, Rewrite] = {
-    name: Rewrite(name, frozenset(operators), rule) for name, (rule, operators) in _RULES.items()
+    name: _ALL[name] for name in (*ALWAYS, *itertools.chain(*CORRECTIONS))
 }
 """Those of `ALWAYS`, and then of `CORRECTIONS`, in the order in which they are applied."""
 
@@ -303,13 +310,28 @@ def applicable(model: onnx.ModelProto) -> tuple[RewriteName, ...]:
     """Those of `PRECISE` for whose operators ``model`` has nodes: it has no form that others change."""
     if graph.opset(model) < _BROADCASTING:
         return ()
-    operators = {graph.operator(node) for node in graph.nodes(model.graph)}
-    if "ReduceSum" not in operators:
-        # No sum is divided.
-        operators -= PRECISE["mean"].operators
+    scope = Scope(model.graph, nested=True)
+    nodes: dict[str, list[onnx.NodeProto]] = {}
+    for node in scope.nodes:
+        nodes.setdefault(graph.operator(node), []).append(node)
     return tuple(
-        name
-        for name, rewrite in PRECISE.items()
-        if not operators.isdisjoint(rewrite.operators)
-        and (name != "int64-outputs" or _int64_outputs(model.graph))
+        name for name, rewrite in PRECISE.items() if _may_apply(name, rewrite, nodes, scope)
     )
+
+
+def _may_apply(
+    name: RewriteName,
+    rewrite: Rewrite,
+    nodes: Mapping[str, Sequence[onnx.NodeProto]],
+    scope: Scope,
+) -> bool:
+    if name == "mean" and "ReduceSum" not in nodes:
+        # No sum is divided.
+        return False
+    if name == "int64-outputs" and not _int64_outputs(scope.body):
+        return False
+    of_rewrite = (node for operator in rewrite.operators for node in nodes.get(operator, ()))
+    if name not in integers.RULES:
+        return any(of_rewrite)
+    _, _, applies = integers.RULES[name]
+    return any(applies(node, scope) for node in of_rewrite)

@@ -149,6 +149,8 @@ UNROLLABLE: Mapping[str, Forms] = {
     },
 }
 
+WHOLE = "(int64[2, 3] x) => (int64[2, 3] y) <int64 two = {2}>"
+
 CORRECTED: Mapping[str, Forms] = {
     "square": {7: f"{X} <{NUMBERS}> {{ y = Pow (x, two) }}"},
     "mean": reducing("a = Neg (x)", "ReduceSum", "y = Div (b, six)"),
@@ -169,6 +171,14 @@ CORRECTED: Mapping[str, Forms] = {
     },
     "scaled-square": reducing("a = Mul (x, x)", "ReduceMean", "c = Add (b, half) y = Sqrt (c)"),
     "unfuse-activation": {7: f"{X} <{NUMBERS}> {{ a = Add (x, two) y = Tanh (a) }}"},
+    "truncate": {9: f"{WHOLE} {{ y = Div (x, two) }}"},
+    "modulo": {10: f"{WHOLE} {{ y = Mod (x, two) }}"},
+    "truth": {9: f"{WHOLE} {{ b = Cast <to = 9> (x) y = Cast <to = 7> (b) }}"},
+    "bytes": {
+        9: f"{WHOLE} {{ b = Cast <to = 2> (x) f = Cast <to = 1> (b) y = Cast <to = 7> (f) }}"
+    },
+    "indices": {11: f"{WHOLE} {{ m = Mod (x, two) i = Sub (m, two) y = GatherElements (x, i) }}"},
+    "hard-swish": {7: f"{X} {{ s = HardSigmoid (x) y = Mul (x, s) }}"},
 }
 """By the id of the rewrite."""
 

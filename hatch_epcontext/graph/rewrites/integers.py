@@ -1,0 +1,178 @@
+"""Equivalent forms of nodes with integers that EPs compute wrong: for negative or large values, or for bytes.
+
+Each is for all values that the graph does not prove to be right: see `values.integers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder, Outputs, Rule
+from hatch_epcontext.graph.number_format import RewriteName
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.values.integers import limits
+
+_COMPARING = 9
+"""The opset from which Less takes integers, and Where exists."""
+
+_MAX_OF_MODULO = 1024
+"""Up to here all remainders are right; QNN computes those of larger integers as floats of 11 bits."""
+
+
+def _dtype(node: onnx.NodeProto, operand: int, scope: Scope) -> np.dtype[Any] | None:
+    """The dtype of an operand, if it has integers, or None."""
+    dtype = scope.dtype(graph.operand(node, operand))
+    return dtype if dtype is not None and dtype.kind in "iu" else None
+
+
+def _is_rounded_down(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether a Div may have a negative result that is rounded: QNN shifts to divide by powers of two."""
+    if _dtype(node, 0, scope) is None:
+        return False
+    low, least = (limits(name, scope)[0] for name in node.input)
+    divisors = scope.constant(node.input[1])
+    if divisors is not None:
+        sizes = np.abs(divisors.astype(np.int64))
+        if not ((sizes > 1) & (sizes & (sizes - 1) == 0)).any():
+            return False
+    return low < 0 or least < 0
+
+
+def _truncate(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A division of what is not negative, with the sign behind it."""
+    if builder.opset < _COMPARING or not _is_rounded_down(node, scope):
+        return None
+    zero, negative = builder.number(0), None
+    sizes = [*node.input]
+    for number, name in enumerate(node.input):
+        if limits(name, scope)[0] < 0:
+            sizes[number] = builder.add("Abs", name)
+            is_below = builder.add("Less", name, zero)
+            negative = builder.add("Xor", negative, is_below) if negative else is_below
+    quotient = builder.add("Div", *sizes)
+    assert negative is not None, "an operand may be negative"
+    return [builder.add("Where", negative, builder.add("Sub", zero, quotient), quotient)]
+
+
+def _is_large(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether a Mod may have operands that are not small."""
+    values = (limits(name, scope) for name in node.input)
+    return _dtype(node, 0, scope) is not None and any(
+        max(-low, high) > _MAX_OF_MODULO for low, high in values
+    )
+
+
+def _modulo(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The difference to a multiple of the divisor, with the sign that the operator gives it."""
+    if not _is_large(node, scope):
+        return None
+    value, divisor = node.input
+    zero = builder.number(0)
+    is_signed, is_negative = (limits(name, scope)[0] < 0 for name in node.input)
+    size = builder.add("Abs", value) if is_signed else value
+    step = builder.add("Abs", divisor) if is_negative else divisor
+    rest = builder.add("Sub", size, builder.add("Mul", builder.add("Div", size, step), step))
+    if is_signed:
+        negative = builder.add("Less", value, zero)
+        rest = builder.add("Where", negative, builder.add("Sub", zero, rest), rest)
+    if graph.number(node, "fmod", 0) or not (is_signed or is_negative):
+        return [rest]
+    # It has the sign of the divisor.
+    is_other = builder.add("Less", rest, zero)
+    if is_negative:
+        is_other = builder.add("Xor", is_other, builder.add("Less", divisor, zero))
+        is_other = builder.add(
+            "And", is_other, builder.add("Not", builder.add("Equal", rest, zero))
+        )
+    return [builder.add("Where", is_other, builder.add("Add", rest, divisor), rest)]
+
+
+def _is_truth(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether a Cast makes a boolean of integers, of which some may be negative."""
+    is_bool = graph.attribute(node, "to", 0) == onnx.TensorProto.BOOL
+    return is_bool and _dtype(node, 0, scope) is not None and limits(node.input[0], scope)[0] < 0
+
+
+def _truth(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    if not _is_truth(node, scope):
+        return None
+    dtype = _dtype(node, 0, scope)
+    zero = builder.store(np.zeros((), dtype))
+    return [builder.add("Not", builder.add("Equal", node.input[0], zero))]
+
+
+_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
+
+
+def _is_of_bytes(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether a Cast makes floats of uint8."""
+    return graph.attribute(node, "to", 0) in _FLOATS and _dtype(node, 0, scope) == np.uint8
+
+
+def _bytes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Through int32. ONNX Runtime joins two Casts, and leaves an Abs between them, which changes nothing."""
+    if not _is_of_bytes(node, scope):
+        return None
+    whole = builder.add("Cast", node.input[0], to=onnx.TensorProto.INT32)
+    return [builder.add("Cast", builder.add("Abs", whole), to=graph.attribute(node, "to", 0))]
+
+
+def _counts_from_end(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether indices are computed, and may be negative: an EP counts stored ones itself."""
+    name = graph.operand(node, 1)
+    return scope.constant(name) is None and limits(name, scope)[0] < 0
+
+
+def _indices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Indices from 0, without those from the end of an axis."""
+    sizes, name = scope.shape(node.input[0]), graph.operand(node, 1)
+    dtype = _dtype(node, 1, scope)
+    if (
+        builder.opset < _COMPARING
+        or sizes is None
+        or dtype is None
+        or not _counts_from_end(node, scope)
+    ):
+        return None
+    indexed: tuple[int, ...] | int = sizes[graph.number(node, "axis", 0)] if sizes else 0
+    if node.op_type == "ScatterND":
+        depth = (scope.sizes(name) or (None,))[-1]
+        if depth is None:
+            return None
+        indexed = sizes[:depth]
+    length = builder.store(np.array(indexed, dtype))
+    from_end = builder.add("Less", name, builder.store(np.zeros((), dtype)))
+    index = builder.add("Where", from_end, builder.add("Add", name, length), name)
+    results = builder.add_like(node, node.op_type, [node.input[0], index, *node.input[2:]])
+    # Other rewrites, which come first, find it by its name if an EP refuses it.
+    builder.nodes[-1].name = node.name
+    return results
+
+
+def _is_hard_swish(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether a Mul has x and then the HardSigmoid of the same x."""
+    maker = scope.maker(graph.operand(node, 1))
+    return maker is not None and maker.op_type == "HardSigmoid" and maker.input[0] == node.input[0]
+
+
+def _swap(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The factors in the other order, in which no EP fuses them with a Conv before."""
+    return [builder.add("Mul", *reversed(node.input))] if _is_hard_swish(node, scope) else None
+
+
+_Applies = Callable[[onnx.NodeProto, Scope], bool]
+
+RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], _Applies]] = {
+    "truncate": (_truncate, ("Div",), _is_rounded_down),
+    "modulo": (_modulo, ("Mod",), _is_large),
+    "truth": (_truth, ("Cast",), _is_truth),
+    "bytes": (_bytes, ("Cast",), _is_of_bytes),
+    "indices": (_indices, ("GatherElements", "ScatterElements", "ScatterND"), _counts_from_end),
+    "hard-swish": (_swap, ("Mul",), _is_hard_swish),
+}
+"""Rewrites with their operators, and whether a node may need one."""

@@ -1,0 +1,109 @@
+"""What an EP computes wrong of integers is computed otherwise: the same on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from hatch_epcontext.graph.number_format import RewriteName
+from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
+from hatch_epcontext.graph.rewriting import apply
+from tests.graph.rewrites.equal import operators, session
+from tests.models import untyped
+
+WHOLE = np.array([[0, 1, -1, 7, -7, 24, -24, 25, 1999, -2001, 481336, -999983, 2**30, -(2**30)]])
+SIZE = WHOLE.size
+ROWS = np.random.default_rng(0).standard_normal((1, 20)).astype(np.float32)
+OUTSIDE = np.array([[0, -1, 19, -20, 5]])
+
+TAKEN = "(float[1, 20] t, int64[1, 5] i) => (y)"
+
+
+def model(body: str, opset: int = 17) -> onnx.ModelProto:
+    return untyped(body if "=>" in body else f"(int64[1, {SIZE}] x) => (y) {{ {body} }}", opset)
+
+
+def feeds(source: onnx.ModelProto) -> Mapping[str, Any]:
+    known = {"x": WHOLE, "t": ROWS, "i": OUTSIDE, "b": WHOLE.astype(np.uint8), "u": OUTSIDE + 0.5}
+    given = {value.name: known[value.name] for value in source.graph.input}
+    return {n: a.astype(np.float32) if a.dtype == np.float64 else a for n, a in given.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        *(("truncate", f"k = Constant<value_int={k}>() y = Div(x, k)") for k in (2, -8, 1024)),
+        ("truncate", "k = Constant<value_int=3>() a = Abs(x) d = Add(a, k) y = Div(x, d)"),
+        ("truncate", "k = Constant<value_int=3>() a = Add(x, x) d = Add(a, k) y = Div(x, d)"),
+        *(("modulo", f"k = Constant<value_int={k}>() y = Mod(x, k)") for k in (1, 24, 1000, -3)),
+        *(("modulo", f"k = Constant<value_int={k}>() y = Mod<fmod=1>(x, k)") for k in (24, -3)),
+        ("modulo", "k = Constant<value_int=24>() a = Abs(x) y = Mod(a, k)"),
+        ("modulo", "k = Constant<value_int=3>() a = Add(x, x) d = Add(a, k) y = Mod(x, d)"),
+        ("truth", "y = Cast<to=9>(x)"),
+        ("bytes", f"(uint8[1, {SIZE}] b) => (y) {{ y = Cast<to=1>(b) }}"),
+        ("indices", f"{TAKEN} {{ y = GatherElements<axis=1>(t, i) }}"),
+        ("indices", f"{TAKEN} {{ j = Neg(i) k = Add(j, i) y = GatherElements<axis=-1>(t, k) }}"),
+        (
+            "indices",
+            "(float[1, 20] t, int64[1, 5] i, float[1, 5] u) => (y) { y = ScatterElements<axis=1>(t, i, u) }",
+        ),
+        (
+            "indices",
+            """(float[1, 20] t, int64[1, 5] i, float[1, 5] u) => (y)
+                <int64[2] n = {20, 1}, int64[2] m = {5, 1}>
+                { r = Reshape(t, n) j = Reshape(i, m) v = Reshape(u, m) y = ScatterND(r, j, v) }""",
+        ),
+        (
+            "hard-swish",
+            "(float[1, 20] t) => (y) { s = HardSigmoid<alpha=0.1666667>(t) y = Mul(t, s) }",
+        ),
+    ],
+)
+def test_a_rewritten_node_computes_the_same_for_all_integers(name: RewriteName, body: str) -> None:
+    before = model(body)
+    after = onnx.ModelProto.FromString(before.SerializeToString())
+    assert name in applicable(before)
+    assert apply(after, [PRECISE[name]], None, {}).names == (name,)
+    assert operators(after) != operators(before) or name == "hard-swish"
+    onnx.checker.check_model(after, full_check=True)
+    given = feeds(before)
+    (expected,) = session(before).run(None, given)
+    (got,) = session(after).run(None, given)
+    np.testing.assert_array_equal(got, expected)
+    assert got.dtype == expected.dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("truncate", "k = Constant<value_int=2>() a = Abs(x) y = Div(a, k)"),
+        # An EP shifts only for powers of two.
+        ("truncate", "k = Constant<value_int=100>() y = Div(x, k)"),
+        ("truncate", "(float[1, 20] t) => (y) { k = Constant<value_float=2.0>() y = Div(t, k) }"),
+        (
+            "modulo",
+            "(float[1, 20] t) => (y) { k = Constant<value_int=2>() a = ArgMax(t) y = Mod(a, k) }",
+        ),
+        ("truth", "(float[1, 20] t) => (y) { y = Cast<to=9>(t) }"),
+        ("truth", f"(uint8[1, {SIZE}] b) => (y) {{ y = Cast<to=9>(b) }}"),
+        ("bytes", "y = Cast<to=1>(x)"),
+        (
+            "indices",
+            "(float[1, 20] t) => (y) { i = ArgMax<axis=1>(t) y = GatherElements<axis=1>(t, i) }",
+        ),
+        (
+            "indices",
+            "(float[1, 20] t) => (y) <int64[1, 1] i = {-1}> { y = GatherElements<axis=1>(t, i) }",
+        ),
+        ("hard-swish", "(float[1, 20] t) => (y) { s = HardSigmoid(t) y = Mul(s, t) }"),
+    ],
+)
+def test_what_is_right_by_itself_stays(name: RewriteName, body: str) -> None:
+    before = model(body)
+    after = onnx.ModelProto.FromString(before.SerializeToString())
+    assert apply(after, [PRECISE[name]], None, {}).names == ()
+    assert after == before
