@@ -220,6 +220,11 @@ def suggestion(name: str, allowed: Iterable[str]) -> str:
     return " ".join(filter(None, [question, choices]))
 
 
+def show_number(value: float) -> str:
+    """``value`` for a message: an integer with all digits, another number with five."""
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e15 else f"{value:.5g}"
+
+
 def listing(names: Iterable[str], most: int | None = None) -> str:
     """Names in a sentence: ``"a, b and c"``; of more than ``most`` names the first and a number."""
     listed = list(names)

@@ -11,7 +11,7 @@ import click
 
 from hatch_epcontext.cli._common import echo, show_table
 from hatch_epcontext.graph.facts import Size
-from hatch_epcontext.jobs.report import describe_coverage, describe_validation
+from hatch_epcontext.jobs.report import describe_coverage, describe_validation, describe_values
 from hatch_epcontext.package.manifest import ModelPackage
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_plain
@@ -111,6 +111,10 @@ def _show_package(folder: str, package: ModelPackage) -> None:
             )
             rows.append(row)
     show_table(("model", "target", "EP", "for", "coverage", "validation", "size"), rows)
+    for name, component in package.components.items():
+        for target, variant in component.variants.items():
+            for values in variant.about.validation.inputs if variant.about else ():
+                echo(f"{name} for {target}: {describe_values(values)}")
     for name, component in package.components.items():
         for target, module in component.about.modules.items():
             if module:

@@ -162,6 +162,13 @@ _data = must_be(
 )
 
 
+def _ranges(value: Mapping[str, tuple[float, ...]]) -> str | None:
+    for numbers in value.values():
+        if len(numbers) != 2 or not all(map(math.isfinite, numbers)) or numbers[0] > numbers[1]:
+            return "the smallest and the largest value of each input, such as [0, 999]"
+    return None
+
+
 def _license(value: str) -> str | None:
     # Imported here: few configurations have a license, and the list of licenses is long.
     from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
@@ -403,6 +410,13 @@ class ValidateTable:
         "The states of a recurrent model: inputs, each with the output that is its next value.",
         dict,
         when_missing="the states of LSTM, GRU and RNN layers",
+    )
+    ranges: Mapping[str, tuple[float, ...]] = declare(
+        "The smallest and the largest value that the app gives inputs, such as `user = [0, 999]`: all dummy "
+        "inputs are inside. Real `inputs` win.",
+        dict,
+        check=_ranges,
+        when_missing="what the graph and the type allow",
     )
 
 

@@ -58,12 +58,30 @@ class TensorFacts:
 
 
 @dataclass(frozen=True)
+class Far:
+    """Values that the type and the graph allow, and that ordinary samples do not have.
+
+    Integers from ``low`` to ``high``, both included, of all magnitudes; or numbers around ``centers``, which
+    have the ``shape`` of a constant, with the standard deviations ``spreads``.
+    """
+
+    low: float = 0.0
+    high: float = 0.0
+    centers: tuple[float, ...] = ()
+    spreads: tuple[float, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Range:
     """The values that an input accepts, from ``low`` to ``high``, both included.
 
     ``known``: whether the graph shows them; otherwise nothing bounds the input, and the range is a guess.
     ``usual``: the value in normal use, such as 1 in a mask or the whole length; None if any value is as good.
     ``whole``: whether the graph uses the values as integers, whatever their dtype.
+    ``far``: other values that it may have. ``sound``: whether these are floats along one long axis.
+    ``floats``: the factor and the offset with which integers become floats, if they do. ``loose``: whether
+    other integers are also accepted, although these are known.
     """
 
     low: float
@@ -71,6 +89,10 @@ class Range:
     known: bool
     usual: float | None = None
     whole: bool = False
+    far: tuple[Far, ...] = ()
+    sound: bool = False
+    floats: tuple[float, float] | None = None
+    loose: bool = False
 
     @property
     def is_open(self) -> bool:

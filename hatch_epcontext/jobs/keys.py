@@ -61,5 +61,6 @@ def comparison_key(job: Job, model: Model, index: Index) -> str:
     """How results of ``model`` are compared: its inputs, the limits, and the options of the session."""
     inputs = inputs_digest(model.validate.inputs, index)
     tolerance, options = model.tolerance_for(job.target), job.target.load_options
-    settings = (model.is_compared, tolerance, model.validate.states, options)
+    validate = model.validate
+    settings = (model.is_compared, tolerance, validate.states, validate.ranges, options)
     return value_sha256([FORMAT, model.name, inputs, *settings])

@@ -11,12 +11,13 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, FailureReport, Result, Source
 from hatch_epcontext.jobs.recipe import Times
 from hatch_epcontext.providers import QUANTIZED
-from hatch_epcontext.text import count
+from hatch_epcontext.text import count, show_number
 from hatch_epcontext.worker.results import (
     NOTHING,
     Context,
     Coverage,
     Emulation,
+    InputValues,
     Preparation,
     Validation,
     ValidationStatus,
@@ -181,6 +182,22 @@ def summarize_answers(built: Built) -> str:
     return f"{model} -> {target}: onnxruntime-genai answers {what}"
 
 
+def describe_values(values: InputValues) -> str:
+    """Which values of an input were compared, and where the EP's arithmetic ends."""
+    low, high = map(show_number, (values.low, values.high))
+    compared = (
+        f"{values.name!r} was compared from {low} to {high}"
+        if low != high
+        else f"{values.name!r} was {low}"
+    )
+    if not values.arithmetic:
+        return compared
+    beyond = f"values above {show_number(values.most)}"
+    if -values.least not in (0, values.most, values.most + 1):
+        beyond += f", or below {show_number(values.least)},"
+    return f"{compared}; {values.arithmetic}: {beyond} are not supported"
+
+
 def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     """What the validation of the model ``name`` leaves open, in lines."""
     where = "(validate.inputs, or --inputs on the command line)"
@@ -196,6 +213,9 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
             "in the app"
         )
     yield from (f"{name}: {warning}" for warning in validation.warnings)
+    for values in validation.inputs:
+        if values.arithmetic:
+            yield (f"{name}: {describe_values(values)}, and may give wrong answers")
     emulation = validation.emulation
     reasons = [agreement.reason for agreement in validation.compared if agreement.reason]
     if emulation is not None and emulation.reason and not reasons:

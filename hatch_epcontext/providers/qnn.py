@@ -12,7 +12,14 @@ import re
 from collections.abc import Iterator, Mapping
 
 from hatch_epcontext.graph.facts import Limits
-from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat, RewriteName
+from hatch_epcontext.graph.number_format import (
+    BFLOAT16,
+    FLOAT16,
+    WHOLE,
+    Fault,
+    NumberFormat,
+    RewriteName,
+)
 from hatch_epcontext.providers.base import (
     KEEPS_NO_FILES,
     Chip,
@@ -328,8 +335,9 @@ class Qnn(Provider):
     static_shapes = True
     # Seen with onnxruntime-qnn 2.7.0: a Transpose that gives a context an int64 output writes 32 bits, and
     # each run ends with "ORT Tensor data size does not match QNN tensor data size".
-    # The last one alone: x * HardSigmoid(x), in this order, is fused with a Conv before into a wrong kernel.
-    rewrites: tuple[RewriteName, ...] = ("int64-outputs", "hard-swish")
+    # x * HardSigmoid(x), in this order, is fused with a Conv before; integers are computed
+    # wrong in any format.
+    rewrites: tuple[RewriteName, ...] = ("int64-outputs", *WHOLE)
     example = 'chip = "snapdragon-x-elite"'
     # The NPU computes in float16, and a Sigmoid in steps of 0.004. On real models right outputs have 25 dB
     # and more, wrong ones less than 20.

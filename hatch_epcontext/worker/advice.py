@@ -165,15 +165,13 @@ def _with_limits(
     return (replace(setting, value={**table, "outputs": {**table["outputs"], **limits}}),)
 
 
-def warning(difference: Difference, subject: Subject) -> str:
-    """A sentence about a difference for inputs that an app may never have."""
+def warning(difference: Difference, values: str) -> str:
+    """A sentence about a difference for inputs with these ``values``, which an app may never have."""
     first, *others = (agreement for agreement in difference.agreements if agreement.differs)
-    text = first.reason or ""
-    if first.status is AgreementStatus.DIFFERS:
-        text = f"the output {first.output!r} {_where(difference, subject)}: {first.excess}."
-    verb = "does" if len(others) == 1 else "do"
-    more = f" So {verb} {count(len(others), 'other output')}." if others else ""
-    return f"{text}{more} This matters only if the app can have such inputs."
+    excess = first.excesses[0] if first.excesses else None
+    text = f"{excess.measure} {excess.value} ({excess.limit})" if excess else first.reason
+    more = f", and {count(len(others), 'other output')}" if others else ""
+    return f"{values} may give wrong answers: of {first.output!r}{more}, {text}"
 
 
 def _where(difference: Difference, subject: Subject) -> str:

@@ -171,6 +171,7 @@ class _SourceSession:
             sample.steps,
             sample.nature,
             sample.usual,
+            sample.far,
             outputs=tuple(_some(arrays, outputs) for arrays in steps),
             candidates=tuple(_some(arrays, self.inner) for arrays in steps) if self.inner else (),
         )

@@ -229,6 +229,23 @@ class Emulation:
     in_format: bool = False
 
 
+@dataclass(frozen=True)
+class InputValues:
+    """What is known of the values of an input: those from ``low`` to ``high`` were compared, and agree.
+
+    ``least`` and ``most``: the ends of the EP's arithmetic, which it declares; ``arithmetic``: what ends
+    there, empty if no value of the input is beyond. ``whole``: whether they are integers.
+    """
+
+    name: str
+    low: float
+    high: float
+    whole: bool = False
+    least: float = 0.0
+    most: float = 0.0
+    arithmetic: str = ""
+
+
 class ValidationStatus(Enum):
     """How a context was validated."""
 
@@ -267,6 +284,7 @@ class Validation:
     ``float_form``: how near the integers of the source on the CPU are to its float form, if the comparison
     was with that.
     ``simulated``: whether a simulator of the device ran it. ``failures``: why it could not be opened or run.
+    ``inputs``: their values that were compared.
     """
 
     status: ValidationStatus
@@ -280,6 +298,7 @@ class Validation:
     float_form: Agreement | None = None
     simulated: bool = False
     failures: tuple[Problem, ...] = ()
+    inputs: tuple[InputValues, ...] = ()
 
     @property
     def few(self) -> bool:

@@ -23,7 +23,14 @@ from hatch_epcontext.worker.inputs import (
     sized,
 )
 from hatch_epcontext.worker.results import FEW_SAMPLES
-from hatch_epcontext.worker.synthetic import RANDOM, Pattern, assumed_range, patterns
+from hatch_epcontext.worker.synthetic import (
+    FAINT,
+    RANDOM,
+    Pattern,
+    assumed_range,
+    far_values,
+    patterns,
+)
 
 STEPS = 8
 """The steps of a recurrent model with its own states: errors grow from step to step."""
@@ -36,6 +43,9 @@ _MAX_BYTES = 2**25
 
 MAX_GIVEN = 64
 """The most given samples that are run on the CPU: they and their outputs are in memory at once."""
+
+MAX_FAR = 8
+"""The most samples with values far from the ordinary."""
 
 MANY, SOME = 80, 12
 """The most synthetic samples; and those of a model whose number format is not emulated on them."""
@@ -59,13 +69,15 @@ class Sample:
     ``name`` describes them, such as ``"tone at 0.01"``; a single sample from files is ``"given"``, and each
     of several has its name from `read_samples`. ``nature``: the name without the level. ``usual``: whether
     an app can have such values, as all values within bounds of the graph. Floats that nothing bounds may
-    never be all zero, near silence, or very large.
+    never be all zero, near silence, or very large. ``far``: the inputs whose values are far from ordinary
+    ones; such a sample is not usual.
     """
 
     name: str
     steps: tuple[Arrays, ...]
     nature: str = ""
     usual: bool = True
+    far: tuple[str, ...] = ()
 
     @property
     def feeds(self) -> Arrays:
@@ -122,7 +134,9 @@ def samples(
     )
     if states:
         result[1:1] = _mixed(result, states, number_of_steps(multiply_adds))
-    return tuple(result)
+    most_far = max(2, number // MAX_FAR)
+    far = _far(sized(inputs, model), ranges, states or {})
+    return (*result, *itertools.islice(far, min(MAX_FAR, most_far)))
 
 
 def _varied(
@@ -137,7 +151,10 @@ def _varied(
     seen = {_digest(first.steps)}
     natures: set[str] = set()
     names: Counter[str] = Counter()
+    has_sound = any(range_.sound for range_ in of_inputs)
     for index, pattern in enumerate(patterns()):
+        if pattern.level < FAINT and not has_sound:
+            continue
         if pattern == RANDOM and not states:
             continue
         nature = pattern.nature(of_inputs)
@@ -153,6 +170,34 @@ def _varied(
         if names[name] > 1:
             name = f"{name} ({names[name]})"
         yield Sample(name, steps, nature, pattern.usual or not is_open)
+
+
+def _far(
+    inputs: Sequence[TensorFacts], ranges: Mapping[str, Range], states: Mapping[str, str]
+) -> Iterator[Sample]:
+    """Yield samples with values far from the ordinary, of which several inputs share those of integers."""
+    values_of = {
+        tensor.name: ranges[tensor.name].far
+        for tensor in inputs
+        if tensor.name in ranges and tensor.name not in states
+    }
+    whole = {name for name in values_of if ranges[name].whole}
+    most = max((len(values_of[name]) for name in whole), default=0)
+    groups = [
+        {name: values_of[name][number] for name in whole if number < len(values_of[name])}
+        for number in range(most)
+    ]
+    floats = [(name, far) for name in values_of if name not in whole for far in values_of[name]]
+    # Models with many inputs, such as a table's columns, have several in one sample.
+    room = max(1, MAX_FAR - len(groups))
+    separate = [dict(floats[number::room]) for number in range(min(room, len(floats)))]
+    for number, group in enumerate((*groups, *separate)):
+        rng = generator(MANY + number)
+        (feeds,) = _steps(RANDOM, inputs, ranges, rng, states, 1)
+        by_name = {tensor.name: tensor for tensor in inputs}
+        feeds = {**feeds, **{n: far_values(by_name[n], far, rng) for n, far in group.items()}}
+        names = tuple(tensor.name for tensor in inputs if tensor.name in group)
+        yield Sample(f"other values of {', '.join(names)}", (feeds,), "far", usual=False, far=names)
 
 
 def _mixed(samples: Sequence[Sample], states: Mapping[str, str], number: int) -> Iterator[Sample]:

@@ -28,6 +28,7 @@ from hatch_epcontext.graph.facts import Range, TensorFacts, freeze
 from hatch_epcontext.graph.refusals import deciders
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.conventions import is_batch
+from hatch_epcontext.graph.values.far import dtype_bounds
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.inputs import constant, sized
@@ -83,8 +84,42 @@ def typed_graph(onnx_model: onnx.ModelProto, model: Model) -> onnx.GraphProto:
 def ranges_for(
     main: onnx.GraphProto, inputs: Sequence[TensorFacts], model: Model
 ) -> dict[str, Range]:
-    """Return the ranges of ``inputs`` as their `typed_graph` shows them; empty if none are needed."""
-    return input_ranges(main, sized(inputs, model)) if model.validate.inputs == "random" else {}
+    """Return the ranges of ``inputs`` as their `typed_graph` shows them, or as ``model`` has them.
+
+    Empty if none are needed.
+    """
+    if model.validate.inputs != "random":
+        return {}
+    ranges = input_ranges(main, sized(inputs, model))
+    return {
+        name: _of_app(range_, model.validate.ranges.get(name)) for name, range_ in ranges.items()
+    }
+
+
+def _of_app(known: Range, ends: tuple[float, ...] | None) -> Range:
+    """``known``, or the range with the ``ends`` that the app keeps."""
+    if ends is None:
+        return known
+    low, high = ends
+    usual = known.usual if known.usual is not None and low <= known.usual <= high else None
+    return Range(low, high, True, usual, known.whole)
+
+
+def check_ranges(onnx_model: onnx.ModelProto, model: Model) -> None:
+    """Raise ModelError if the ranges of ``model`` are not for its inputs, or not of their dtypes."""
+    by_name = {value.name: graph.facts(value) for value in graph.inputs(onnx_model.graph)}
+    problems = []
+    for name, ends in model.validate.ranges.items():
+        key = model.key / "validate" / "ranges" / name
+        if name not in by_name:
+            problems.append(unknown_name(key, name, "input", list(by_name)))
+        elif "int" in (dtype := by_name[name].dtype):
+            low, high = dtype_bounds(by_name[name])
+            if not all(low <= end <= high and end == int(end) for end in ends):
+                message = f"these are no values of the input, which has the dtype {dtype}."
+                problems.append(Problem.at(key, Kind.VALUE_MISMATCH, message))
+    if problems:
+        raise ModelError(*problems)
 
 
 def fix_inputs(onnx_model: onnx.ModelProto, model: Model) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hatch_epcontext.graph.dtypes import Array, Numbers, is_float, numpy_dtype
-from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import DEVIATIONS
 
 _WORDS = ("alpha", "beta")
@@ -20,6 +20,9 @@ _LEVELS = (0.01, 1e-3, 1e-4, 1e-5, 0.1, 1.0)
 
 _QUIET = 1e-2
 """The level from which such floats are usual: features are seldom smaller."""
+
+FAINT = 1e-3
+"""The level below which only sound has values."""
 
 _SPECIAL = 4
 """The number of first indices that tokenizers reserve for special tokens; they reserve the last one too."""
@@ -94,6 +97,20 @@ def _of_range(
         return signal.reshape(shape) * (pattern.level * range_.high / DEVIATIONS)
     share = np.clip(_PICTURES[pattern.picture](shape, rng), 0.0, 1.0)
     return range_.low + share * (range_.high - range_.low)
+
+
+def far_values(facts: TensorFacts, far: Far, rng: np.random.Generator) -> Array:
+    """Return an array for the input ``facts``, which is sized, with values that are ``far`` from ordinary."""
+    shape = tuple(size if isinstance(size, int) else 1 for size in facts.sizes)
+    dtype = numpy_dtype(facts.dtype)
+    if far.centers:
+        center, spread = (np.reshape(numbers, far.shape) for numbers in (far.centers, far.spreads))
+        numbers = center + spread * rng.standard_normal(shape)
+        return np.asarray(numbers if _is_real(facts) else np.rint(numbers)).astype(dtype)
+    # As many small ones as large ones.
+    sizes = np.exp(rng.uniform(0, np.log1p(max(-far.low, far.high)), shape)) - 1
+    signs = rng.choice((-1.0, 1.0), shape) if far.low < 0 else np.ones(shape)
+    return np.asarray(np.clip(np.rint(signs * sizes), far.low, far.high)).astype(dtype)
 
 
 def _is_padding_mask(range_: Range, shape: _Shape) -> bool:

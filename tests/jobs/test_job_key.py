@@ -78,6 +78,7 @@ def test_every_compile_setting_changes_the_fingerprint(job: Job, name: str) -> N
         ({"validate": ValidateTable(mode="require", inputs="ones")}, False),
         ({"validate": ValidateTable(tolerance=ToleranceTable(rtol=0.5))}, False),
         ({"validate": ValidateTable(states={"h": "hn"})}, False),
+        ({"validate": ValidateTable(ranges={"h": (0, 9)})}, False),
         ({"path": Path("/elsewhere/a.onnx")}, False),
     ],
 )

@@ -6,13 +6,14 @@ from pathlib import Path
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.recipe import Recipe, Refused, Times
-from hatch_epcontext.jobs.report import Report, make_report, summarize
+from hatch_epcontext.jobs.report import Report, make_report, summarize, validation_warnings
 from hatch_epcontext.jobs.report_file import render_page
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.worker.results import (
     Agreement,
     Coverage,
+    InputValues,
     Preparation,
     Validated,
     Validation,
@@ -79,3 +80,21 @@ def test_how_it_was_prepared_is_in_the_line_and_what_was_tried_in_the_report(
     page = render_page(make_report(dataclasses.replace(result, built=(built,))), "a")
     assert "slice_as_gather" in page
     assert "onnxruntime failed: the graph cannot be loaded." in page
+
+
+def test_a_warning_says_where_the_arithmetic_of_an_input_ends() -> None:
+    text = "qnn computes integers in 32 bits"
+    inputs = (
+        InputValues("x", -4.25, 4.5),
+        InputValues("user", -1000, 2000, True, -(2.0**31), 2.0**31 - 1, text),
+        InputValues("time", 3, 3, True, -30908, 231108, text),
+    )
+    validation = Validation(ValidationStatus.RAN, inputs=inputs)
+    user, time = validation_warnings("m", validation)
+    assert user.startswith(
+        f"m: 'user' was compared from -1000 to 2000; {text}: values above 2147483647 are"
+    )
+    assert user.endswith("are not supported, and may give wrong answers")
+    assert time.startswith(
+        f"m: 'time' was 3; {text}: values above 231108, or below -30908, are not"
+    )

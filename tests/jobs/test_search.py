@@ -13,7 +13,7 @@ from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.graph.facts import NodeFacts
-from hatch_epcontext.graph.number_format import FOR_KERNELS, FOR_RANGES
+from hatch_epcontext.graph.number_format import FOR_KERNELS, FOR_RANGES, WHOLE
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.recipe import Recipe, Record, Refused
@@ -487,7 +487,7 @@ def test_a_winner_that_could_not_be_run_loses_where_it_differs() -> None:
 def test_the_rewrites_that_an_ep_needs_in_any_number_format_are_applied_without_one() -> None:
     ep = Ep({"plain": ()})
     ep.finish(search_for(provider_options={"enable_htp_fp16_precision": "0"}))
-    assert [recipe.corrections for recipe in ep.compiled] == [("int64-outputs",)]
+    assert [recipe.corrections for recipe in ep.compiled] == [("int64-outputs", *WHOLE)]
 
 
 def test_what_compiles_and_cannot_be_run_loses_to_what_can(project: Path) -> None:

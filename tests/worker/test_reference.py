@@ -25,6 +25,7 @@ from hatch_epcontext.worker.comparison.runs import (
     read_reference,
     write_reference,
 )
+from hatch_epcontext.worker.covered import describe_values
 from hatch_epcontext.worker.reference import reference
 from hatch_epcontext.worker.results import AgreementStatus
 from hatch_epcontext.worker.session import cpu_options, open_session
@@ -74,14 +75,15 @@ def clipped(made: onnx.ModelProto, limit: float) -> onnx.ModelProto:
 
 def test_a_disagreement_on_large_floats_that_nothing_bounds_is_a_warning(tmp_path: Path) -> None:
     made = parsed("(float[1, 300] x) => (float[1, 300] y) <float k = {10000}> { y = Mul (x, k) }")
-    spec, expected = referred(made, tmp_path)
+    _, expected = referred(made, tmp_path)
     session = open_session(save(clipped(made, 65504), tmp_path / "changed.onnx"), cpu_options())
     runs = [each for each in expected.runs if each.name in ("random", "random at 8")]
     found = compare_runs(session, expected, HALF, runs)
     assert found.agreements[0].status is AgreementStatus.AGREES
-    (text,) = (warning(difference, Subject(spec)) for difference in found.unusual)
-    assert text.startswith("the output 'y' differs from the CPU's for the sample ")
-    assert text.endswith("if the app can have such inputs.")
+    (difference,) = found.unusual
+    text = warning(difference, describe_values(difference.run, found.agreed))
+    assert text.startswith("inputs as in the sample 'random at 8', 'x' from -")
+    assert "may give wrong answers: of 'y', signal to noise " in text
 
 
 def test_integers_that_nothing_bounds_are_bytes(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ import pytest
 from onnx import numpy_helper
 
 from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.worker.inputs import dummy_inputs
-from hatch_epcontext.worker.source import fix_inputs
+from hatch_epcontext.worker.samples import samples
+from hatch_epcontext.worker.source import check_ranges, fix_inputs, ranges_for, typed_graph
 from tests.models import of_any_rank, parsed, shapes
 
 MODEL = Key(("models", 0))
@@ -139,3 +141,38 @@ def test_a_number_that_is_too_large_for_the_dtype_is_an_error() -> None:
     made = parsed("(int8[1] x) => (int8[1] y) { y = Identity (x) }")
     found = problem(made, constants={"x": 1000})
     assert "does not fit the input, which has the dtype int8" in found.message
+
+
+IDS = "(int64[1, 5] i, float[1, 5] x) => (int64[1, 5] y, float[1, 5] z) { y = Add (i, i) z = Neg (x) }"
+
+
+def test_all_samples_are_within_the_ranges_that_the_app_keeps() -> None:
+    made = parsed(IDS)
+    settings = spec(validate=ValidateTable(ranges={"i": (-3, 999), "x": (0.5, 2)}))
+    inputs = [graph.facts(value) for value in graph.inputs(made.graph)]
+    check_ranges(made, settings)
+    ranges = ranges_for(typed_graph(made, settings), inputs, settings)
+    for sample in samples(inputs, settings, ranges):
+        assert not sample.far
+        assert sample.feeds["i"].min() >= -3
+        assert sample.feeds["i"].max() <= 999
+        assert sample.feeds["x"].min() >= 0.5
+        assert sample.feeds["x"].max() <= 2
+    first = samples(inputs, settings, ranges)[0].feeds["i"]
+    assert (first.min(), first.max()) == (-3, 999)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "kind"),
+    [
+        ({"j": (0, 1)}, Kind.UNKNOWN_INPUT),
+        ({"i": (0.5, 1)}, Kind.VALUE_MISMATCH),
+        ({"i": (0, 2.0**70)}, Kind.VALUE_MISMATCH),
+    ],
+)
+def test_ranges_are_those_of_inputs(ranges: dict[str, tuple[float, float]], kind: Kind) -> None:
+    with pytest.raises(ModelError) as raised:
+        check_ranges(parsed(IDS), spec(validate=ValidateTable(ranges=ranges)))
+    (found,) = raised.value.problems
+    assert found.kind is kind
+    assert found.location == f"tool.epcontext.models[0].validate.ranges.{next(iter(ranges))}"

@@ -27,14 +27,15 @@ class Bound:
 
     ``kind``: an ``"index"`` must stay within the bounds; so must a ``"length"``, whose ``high`` is infinite
     if the graph does not show what it measures; values beyond a ``"clip"`` have no effect; a ``"mask"`` is
-    true or false; a ``"choice"`` is one of the values with which a number is compared; an ``"image"`` is
-    convolved. ``usual``: the value in normal use. ``whole``: it is rounded first.
+    true or false; a ``"choice"`` is one of the values with which a number is compared, a ``"member"``
+    one of several in order; an ``"image"`` is convolved.
+    ``usual``: the value in normal use. ``whole``: it is rounded first.
     """
 
     operand: int
     low: float
     high: float
-    kind: Literal["index", "length", "clip", "mask", "choice", "image"] = "index"
+    kind: Literal["index", "length", "clip", "mask", "choice", "member", "image"] = "index"
     usual: float | None = None
     whole: bool = False
 
@@ -117,7 +118,7 @@ def _equal(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
         if members.size == 1:
             yield Bound(operand, members[0], members[0], "choice")
         elif _is_range(members):
-            yield Bound(operand, members[0], members[-1])
+            yield Bound(operand, members[0], members[-1], "member")
 
 
 def _compare(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:

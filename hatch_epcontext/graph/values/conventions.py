@@ -38,6 +38,9 @@ _CHANNELS = (1, 3, 4)
 _MIN_IMAGE = 8
 """The smallest number of pixels along a side."""
 
+_MIN_SOUND = 256
+"""The smallest number of samples of sound: 16 ms."""
+
 
 def is_mask_name(name: str) -> bool:
     """Whether an input with this name is a mask."""
@@ -60,6 +63,12 @@ def looks_like_image(facts: TensorFacts) -> bool:
     """Whether this input of a convolution is an image, with the channels first or last."""
     sides = [facts.sizes[axis] for axis in _sides(facts)]
     return bool(sides) and all(not isinstance(n, int) or n >= _MIN_IMAGE for n in sides)
+
+
+def looks_like_sound(facts: TensorFacts) -> bool:
+    """Whether this input of a filter has one long axis."""
+    sizes = [size for size in facts.sizes if size != 1]
+    return len(sizes) == 1 and isinstance(sizes[0], int) and sizes[0] >= _MIN_SOUND
 
 
 def is_batch(facts: TensorFacts, axis: int, *, is_state: bool = False) -> bool:

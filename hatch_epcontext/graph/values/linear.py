@@ -24,7 +24,7 @@ class LinearForm:
     """A value that is ``scale`` times the input called ``input``, plus ``offset``.
 
     ``whole``: it was rounded on the path. ``truth``: whether it became a boolean, by ``"itself"`` or because
-    it was ``"compared"``. ``masked``: it is 0 where a boolean is false.
+    it was ``"compared"``. ``masked``: it is 0 where a boolean is false. ``several``: it is a part of a sum.
     """
 
     input: str
@@ -33,6 +33,7 @@ class LinearForm:
     whole: bool = False
     truth: Literal["", "itself", "compared"] = ""
     masked: bool = False
+    several: bool = False
 
     def plus(self, number: float) -> LinearForm:
         return replace(self, offset=self.offset + number)
@@ -148,7 +149,8 @@ def _added(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[
     elif left and right:
         # Masked summands take turns. Of others the sum is within limits if twice each of them is.
         masked = all(form.masked for form in (*left, *right))
-        yield from (form if masked else form.times(2) for form in (*left, *right))
+        forms = (form if masked else form.times(2) for form in (*left, *right))
+        yield from (replace(form, several=True) for form in forms)
 
 
 def _multiplied(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:

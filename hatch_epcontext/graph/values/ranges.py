@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import ml_dtypes
 import onnx
 
 from hatch_epcontext.graph.dtypes import is_float, numpy_dtype
@@ -25,13 +24,11 @@ from hatch_epcontext.graph.values.conventions import (
     is_scale,
     looks_like_image,
 )
+from hatch_epcontext.graph.values.far import UsesOfInputs, dtype_bounds, with_far
 from hatch_epcontext.graph.values.linear import LinearForm, LinearForms
 
 _MAX_OF_BYTES = 255.0
 """The largest value of an integer that nothing bounds."""
-
-_MAX_EXACT = 2.0**53
-"""The integer up to which floats represent all integers."""
 
 _SCALED = 0.03
 """The factor below which a graph scales bytes to about 1: usual factors are 1/255 to 1/57."""
@@ -47,8 +44,13 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
     deviations on either side.
     """
     tensors = [facts for facts in inputs if _is_number(facts)]
-    of_inputs = _bounds(main, tensors)
-    return {facts.name: _range(facts, of_inputs[facts.name], tensors) for facts in tensors}
+    of_inputs, uses = _bounds(main, tensors)
+    return {
+        facts.name: with_far(
+            facts, _range(facts, of_inputs[facts.name], tensors), uses.of[facts.name]
+        )
+        for facts in tensors
+    }
 
 
 def _is_number(facts: TensorFacts) -> bool:
@@ -58,8 +60,10 @@ def _is_number(facts: TensorFacts) -> bool:
         return False
 
 
-def _bounds(main: onnx.GraphProto, tensors: Sequence[TensorFacts]) -> Mapping[str, list[Bound]]:
-    """The bounds that each of the inputs ``tensors`` reaches, of the input's own values."""
+def _bounds(
+    main: onnx.GraphProto, tensors: Sequence[TensorFacts]
+) -> tuple[Mapping[str, list[Bound]], UsesOfInputs]:
+    """The bounds that each of the inputs ``tensors`` reaches, of the input's own values, and their uses."""
     forms = LinearForms(
         main,
         {
@@ -68,7 +72,9 @@ def _bounds(main: onnx.GraphProto, tensors: Sequence[TensorFacts]) -> Mapping[st
         },
     )
     reached: defaultdict[str, list[Bound]] = defaultdict(list)
+    uses = UsesOfInputs(forms)
     for node in forms.follow():
+        uses.add(node)
         for bound in bounds(node, forms.scope):
             for form in forms.of(node.input[bound.operand]):
                 if _concerns(bound, form):
@@ -78,7 +84,7 @@ def _bounds(main: onnx.GraphProto, tensors: Sequence[TensorFacts]) -> Mapping[st
                 of_bytes = 0 < form.scale < _SCALED or form.offset < _CENTERED
                 high = _MAX_OF_BYTES if of_bytes else 1.0
                 reached[form.input].append(Bound(0, 0.0, high, "image"))
-    return reached
+    return reached, uses
 
 
 def _concerns(bound: Bound, form: LinearForm) -> bool:
@@ -104,7 +110,7 @@ def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[Tenso
     known = _known_range(facts, reached, tensors)
     if is_float(dtype) or dtype.kind == "c":
         return known or _open_range(facts, reached)
-    lowest, highest = _dtype_bounds(facts)
+    lowest, highest = dtype_bounds(facts)
     if known is None:
         is_byte = highest <= _MAX_OF_BYTES
         low, high = (lowest, highest) if is_byte else (0.0, _MAX_OF_BYTES)
@@ -112,7 +118,13 @@ def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[Tenso
     low, high = math.ceil(known.low - 1e-6), math.floor(known.high + 1e-6)
     low, high = _both((low, max(low, high)), (lowest, highest)) or (lowest, highest)
     usual = None if known.usual is None else float(round(known.usual))
-    return Range(float(low), float(high), True, usual, whole=True)
+    loose = {bound.kind for bound in reached} <= {
+        "choice",
+        "clip",
+        "member",
+        "image",
+    } and usual is None
+    return Range(float(low), float(high), True, usual, whole=True, loose=loose)
 
 
 def _is_single(facts: TensorFacts) -> bool:
@@ -132,12 +144,13 @@ def _known_range(
     for bound in reached:
         kinds[bound.kind].append(bound)
     is_integer = not is_float(numpy_dtype(facts.dtype))
-    if (is_mask_name(facts.name) or kinds["mask"]) and not kinds["index"]:
+    indices = [*kinds["index"], *kinds["member"]]
+    if (is_mask_name(facts.name) or kinds["mask"]) and not indices:
         return Range(0.0, 1.0, True, 1.0)
     is_length = kinds["length"] or (is_length_name(facts.name) and _is_flat(facts))
-    if is_integer and is_length and not kinds["index"]:
+    if is_integer and is_length and not indices:
         return _length(facts, kinds["length"], tensors)
-    firm = [*kinds["index"], *kinds["length"]]
+    firm = [*kinds["index"], *kinds["member"], *kinds["length"]]
     if firm or kinds["clip"]:
         return _intersection(firm, kinds["clip"])
     if is_integer and kinds["choice"] and _is_single(facts):
@@ -191,11 +204,6 @@ def _is_named_after(length: str, name: str) -> bool:
 def _both(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float] | None:
     low, high = max(one[0], other[0]), min(one[1], other[1])
     return (low, high) if low <= high else None
-
-
-def _dtype_bounds(facts: TensorFacts) -> tuple[float, float]:
-    info = ml_dtypes.iinfo(numpy_dtype(facts.dtype))  # type: ignore[no-untyped-call]
-    return max(float(info.min), -_MAX_EXACT), min(float(info.max), _MAX_EXACT)
 
 
 def _open_range(facts: TensorFacts, reached: Iterable[Bound]) -> Range:

@@ -23,6 +23,7 @@ from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
 from hatch_epcontext.worker.source import (
+    check_ranges,
     data_of,
     fix_constants,
     fix_defaults,
@@ -91,6 +92,7 @@ def _check_model(model: Model) -> ModelFacts:
     problems += hopeless or outputs_problems or refused
     if problems:
         raise ModelError(*problems)
+    check_ranges(onnx_model, model)
     state_pairs(onnx_model, model.validate.states, model.key / "validate" / "states")
     # Before anything is compiled.
     check_inputs(inputs, model)

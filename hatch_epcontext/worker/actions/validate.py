@@ -31,6 +31,7 @@ from hatch_epcontext.worker.comparison.levels import Levels, choose
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
 from hatch_epcontext.worker.comparison.runs import Reference, for_other_numbers, read_reference
 from hatch_epcontext.worker.comparison.selections import open_with_reads
+from hatch_epcontext.worker.covered import compared_values, describe_values, with_arithmetic
 from hatch_epcontext.worker.inputs import constant, dummy_inputs
 from hatch_epcontext.worker.noise import within_noise
 from hatch_epcontext.worker.ort_values import not_finite, run
@@ -120,7 +121,17 @@ def _compare(
         validation,
         agreements=compared.agreements,
         samples=compared.samples,
-        warnings=tuple(warning(difference, subject) for difference in compared.unusual),
+        warnings=tuple(
+            warning(difference, describe_values(difference.run, compared.agreed))
+            for difference in compared.unusual
+        ),
+        inputs=with_arithmetic(
+            compared_values(compared.agreed, expected.facts.states),
+            request.context.inputs,
+            expected.facts.ranges,
+            request.target.provider,
+            _format(request),
+        ),
         float_form=float_form,
     )
     if divergence:
@@ -134,7 +145,8 @@ def _compare(
         agreements = tuple(differing.get(a.output, a) for a in compared.agreements)
         return replace(validation, agreements=agreements, problems=problems_of(explained))
     if divergence and emulated:
-        emulation = effect(divergence, emulated, emulated.corrected(compared.levels))
+        ordinary = emulated.ordinary
+        emulation = effect(divergence, ordinary, ordinary.corrected(compared.levels))
     elif (format_ := _format(request)) is not None:
         emulation = Emulation(format_.name, format_.seen)
     else:

@@ -42,8 +42,8 @@ class Difference:
 class Comparison:
     """The worst agreement of each output in the ``samples`` that were run, or those of the ``difference``.
 
-    ``unusual``: differences for inputs that an app may never have. ``levels``: those of samples that agree,
-    if some were emulated.
+    ``unusual``: differences for inputs that an app may never have; ``agreed``: the runs that agree, and
+    ``levels``: those of ordinary ones, if some were emulated.
     """
 
     agreements: tuple[Agreement, ...] = ()
@@ -51,6 +51,7 @@ class Comparison:
     difference: Difference | None = None
     unusual: tuple[Difference, ...] = ()
     levels: tuple[Level, ...] = ()
+    agreed: tuple[ReferenceRun, ...] = ()
 
 
 def compare_runs(
@@ -66,9 +67,12 @@ def compare_runs(
     chosen runs is as near as these, the others are not run.
     """
     result, compared, is_chosen = Comparison(), list[Agreement](), runs is not None
+    is_enough = False
     if runs is None:
         runs = [run for run in reference.runs if run.on_target]
     for run in runs:
+        if is_enough and not run.far:
+            continue
         result = replace(result, samples=(*result.samples, run.name))
         agreeing, difference = _compare_run(session, reference, run, limits)
         if difference is not None:
@@ -77,22 +81,25 @@ def compare_runs(
                 difference = difference.beside(emulated.of(run))
             # The app may never have unusual inputs; but if the number format does not explain the EP's error
             # there, the EP may be wrong elsewhere too.
-            if run.usual or (emulated is not None and emulated.of(run).margin >= SENSITIVE):
+            is_wrong = emulated is not None and emulated.of(run).margin >= SENSITIVE
+            if run.usual or (is_wrong and not run.far):
                 return replace(result, difference=difference, agreements=difference.agreements)
             result = replace(result, unusual=(*result.unusual, difference))
-        elif emulated is None:
+            continue
+        result = replace(result, agreed=(*result.agreed, run))
+        if emulated is None or run.far:
             compared += agreeing
         else:
             level = replace(Level.of(run, agreeing, reference.facts, limits), ran=True)
             result = replace(result, levels=(*result.levels, level))
             # Above that exact kernels gain nothing: it agrees, or the format leaves other samples less.
-            reachable = SENSITIVE + GAIN if emulated.margin >= SENSITIVE else SENSITIVE
+            reachable = SENSITIVE + GAIN if emulated.ordinary.margin >= SENSITIVE else SENSITIVE
             gap = max(0.0, min(emulated.of(run).margin, reachable) - level.margin)
             compared += (replace(a, gap=gap) if a is level.nearest else a for a in agreeing)
             is_other = is_chosen and run is not reference.runs[0]
             if is_other and _is_as_emulated(level, emulated, runs):
                 # The others are nearer, and simulators are slow.
-                break
+                is_enough = True
     return replace(result, agreements=worst_agreements(compared))
 
 

@@ -14,6 +14,9 @@ from hatch_epcontext.worker.results import FEW_SAMPLES, NOTHING, Agreement
 WORTH_RUNNING = 45.0
 """Decibels of an emulated sample above which a run on the target shows nothing more."""
 
+_MOST_FAR = 3
+"""The most samples of floats far from the ordinary that the target runs."""
+
 _WORST = 3
 """The number of worst samples, of different natures, that the target runs."""
 
@@ -61,6 +64,11 @@ class Levels(tuple[Level, ...]):
     __slots__ = ()
 
     @property
+    def ordinary(self) -> Levels:
+        """Those without samples far from the ordinary, which say nothing of others."""
+        return Levels(level for level in self if not level.run.far)
+
+    @property
     def worst(self) -> Level:
         """The level of the sample that is nearest to the limits."""
         return min(self, key=lambda level: (level.margin, not level.run.usual))
@@ -90,6 +98,7 @@ def choose(levels: Levels, *, is_optimistic: bool) -> list[ReferenceRun]:
 
     ``is_optimistic``: whether the emulation cannot show all that the target computes less exactly.
     """
+    every, levels = levels, levels.ordinary
     first, *others = levels
     chosen = [first.run]
     longest = max(
@@ -112,4 +121,27 @@ def choose(levels: Levels, *, is_optimistic: bool) -> list[ReferenceRun]:
             chosen.append(level.run)
     if is_large:
         chosen = [min(chosen, key=lambda run: levels.of(run).margin)]
-    return with_telling(chosen, [level.run for level in levels])
+    telling = with_telling(chosen, [level.run for level in every])
+    return [
+        *telling,
+        *(
+            run
+            for run in _far(every, is_large=is_large)
+            if all(run is not other for other in telling)
+        ),
+    ]
+
+
+def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
+    """Those far from the ordinary that may differ on the target; the emulation shows nothing of integers."""
+    far = sorted((level for level in levels if level.run.far), key=lambda level: level.margin)
+    differing = [level.run for level in far if level.margin < 0]
+    if is_large:
+        return differing[:1]
+    whole = [level.run for level in far if level.margin >= 0 and _is_whole(level.run)]
+    return [*differing[:_MOST_FAR], *whole]
+
+
+def _is_whole(run: ReferenceRun) -> bool:
+    """Whether the values far from the ordinary are integers."""
+    return all(run.feeds[name].dtype.kind in "iu" for name in run.far)

@@ -109,7 +109,9 @@ class Reference:
         others = [arrays for run in self.usual for arrays in run.outputs]
         selected = align(facts.selections, outputs, source, inner, limits.unit, others)
         for name, aligned in selected.items():
-            own, elsewhere = facts.of(name), self.elsewhere(name)
+            own = facts.of(name)
+            # What is far from the ordinary has outputs of another size.
+            elsewhere = Elsewhere(values_of(name, [run])) if run.far else self.elsewhere(name)
             agreement = compare_values(name, aligned, limits.of(name), own, elsewhere)
             if own.inconclusive and not agreement.differs:
                 status = AgreementStatus.INCONCLUSIVE

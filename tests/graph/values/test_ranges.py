@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,24 @@ from tests.models import parsed
 
 
 def ranges(text: str, **stored: Any) -> dict[str, Range]:
-    """The ranges of the inputs of a model."""
+    """The ordinary ranges of the inputs of a model."""
     return ranges_of(parsed(text, check=False, **stored))
+
+
+def all_of(text: str, **stored: Any) -> dict[str, Range]:
+    """The ranges with the values that are far from the ordinary."""
+    model = parsed(text, check=False, **stored)
+    inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
+    return input_ranges(graph.inferred(model), inputs)
 
 
 def ranges_of(model: onnx.ModelProto) -> dict[str, Range]:
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
-    return input_ranges(graph.inferred(model), inputs)
+    found = input_ranges(graph.inferred(model), inputs)
+    return {
+        name: replace(each, far=(), floats=None, loose=False, sound=False)
+        for name, each in found.items()
+    }
 
 
 def index(high: float, low: float = 0, usual: float | None = None) -> Range:
@@ -246,3 +258,86 @@ def test_a_loop_runs_a_few_rounds_and_passes_on_what_it_gets() -> None:
         table=(7, 3),
     )
     assert found == {"rounds": index(8, 1, 8), "i": index(6)}
+
+
+def spans(range_: Range) -> list[tuple[float, float]]:
+    """The ends of what is far, or the first center and its deviation."""
+    return [
+        (far.centers[0], far.spreads[0]) if far.centers else (far.low, far.high)
+        for far in range_.far
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "(int64[4] x) => (int64[4] y) { y = Add (x, x) }",
+            [(-1000, 1000), (1 - 2**31, 2**31 - 1)],
+        ),
+        ("(uint32[4] x) => (uint32[4] y) { y = Add (x, x) }", [(0, 2**31 - 1)]),
+        ("(uint8[4] x) => (uint8[4] y) { y = Identity (x) }", []),
+        (
+            "(int32[4] x) => (float[4] y) { y = Cast <to = 1> (x) }",
+            [(-1000, 1000), (-65504, 65504)],
+        ),
+        # Unix time: all around the constant.
+        (
+            "(int64[4] x) => (float[4] y) <int64 k = {1000000000}> { d = Sub (x, k) y = Cast <to = 1> (d) }",
+            [(1e9, 125e6), (1e9, 1e6)],
+        ),
+        (
+            "(float[4, 3] t, int64[2, 3] x) => (float[2, 3] y) { y = GatherElements (t, x) }",
+            [(-4, 3)],
+        ),
+        # A rate that decides: another one with which it is compared, and one beside.
+        (
+            """(int64 x) => (bool y) <int64 a = {16000}, int64 b = {8000}>
+            { c = Equal (x, a) d = Equal (x, b) y = Or (c, d) }""",
+            [(8000, 0), (16001, 0)],
+        ),
+        (
+            "(float[3] x) => (float[3] y) <float k = {300}> { y = Sub (x, k) }",
+            [(300, 37.5), (300, 0.3)],
+        ),
+        (
+            "(float[3] x) => (bool[3] y) <float k = {-40}> { y = Less (x, k) }",
+            [(-40, 5), (-40, 0.04)],
+        ),
+        ("(float[3] x) => (float[3] y) <float k = {0.5}> { y = Sub (x, k) }", []),
+        # A mean and a deviation, as of a table's column.
+        (
+            """(float[3] x) => (float[3] y) <float[3] m = {1013, 20, 50}, float[3] s = {8, 9, 15}>
+            { c = Sub (x, m) y = Div (c, s) }""",
+            [(1013, 8)],
+        ),
+        (
+            "(float[1, 400] x) => (float[] y) <int64[1] a = {1}> { u = Unsqueeze (x, a) y = Conv (u, w) }",
+            [(0, 8000)],
+        ),
+        ("(float[1, 400] x) => (float[] y) { y = MatMul (x, w) }", []),
+    ],
+)
+def test_values_far_from_the_ordinary_follow_from_the_type_and_the_graph(
+    text: str, expected: list[tuple[float, float]]
+) -> None:
+    stored = {"w": np.ones((2, 1, 9), np.float32)} if "w)" in text else {}
+    found = spans(all_of(text, **stored)["x"])
+    assert len(found) == len(expected)
+    np.testing.assert_allclose(found, np.reshape(expected, (-1, 2)) if expected else found)
+
+
+def test_only_other_integers_than_known_ones_are_left_open() -> None:
+    text = "(int64[3] x) => (bool[3] y) <int64[3] k = {5, 6, 7}> { y = Equal (x, k) }"
+    assert all_of(text)["x"].loose
+    text = "(float[4, 3] t, int64[2] x) => (float[2, 3] y) { y = Gather (t, x) }"
+    assert not all_of(text)["x"].loose
+
+
+def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
+    text = """(int64[4] x) => (float[4] y) <int64 k = {100}, int64 two = {2}>
+        { d = Sub (x, k) e = Mul (d, two) y = Cast <to = 1> (e) }"""
+    assert all_of(text)["x"].floats == (2, -200)
+    # A difference of two inputs may be small, however large they are.
+    text = "(int64[4] x, int64[4] z) => (float[4] y) { d = Sub (x, z) y = Cast <to = 1> (d) }"
+    assert all_of(text)["x"].floats is None

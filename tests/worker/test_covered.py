@@ -1,0 +1,111 @@
+"""Which values were compared, and what is said of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.worker.advice import warning
+from hatch_epcontext.worker.comparison.compare import compare_runs
+from hatch_epcontext.worker.comparison.runs import ReferenceRun
+from hatch_epcontext.worker.covered import (
+    compared_values,
+    describe_values,
+    with_arithmetic,
+)
+from hatch_epcontext.worker.results import AgreementStatus, InputValues
+from hatch_epcontext.worker.session import cpu_options, open_session
+from tests.models import parsed, save
+from tests.worker.test_reference import HALF, clipped, referred
+
+QNN = PROVIDERS["qnn"]
+FORMAT = QNN.number_format("npu", {})
+BYTES = Range(0, 255, False, whole=True)
+
+
+def run(far: tuple[str, ...] = (), **feeds: Any) -> ReferenceRun:
+    arrays = {name: np.asarray(value) for name, value in feeds.items()}
+    return ReferenceRun("a", (arrays,), usual=not far, far=far)
+
+
+def test_the_ends_of_what_was_compared_are_those_of_all_runs() -> None:
+    runs = [run(i=[1, 7], x=[0.5], m=[True]), run(i=[-3, 2], x=[np.inf], m=[False])]
+    assert compared_values(runs, {}) == (
+        InputValues("i", -3, 7, whole=True),
+        InputValues("x", 0.5, 0.5),
+    )
+    assert [each.name for each in compared_values(runs, {"x": "y"})] == ["i"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "range_", "ends"),
+    [
+        ("int64", BYTES, (-(2.0**31), 2.0**31 - 1)),
+        ("uint32", BYTES, (0, 2.0**31 - 1)),
+        ("int32", BYTES, None),
+        ("int32", Range(0, 255, False, whole=True, floats=(1, 0)), (-131008, 131008)),
+        ("int32", Range(0, 255, False, whole=True, floats=(0.5, -50)), (-261916, 262116)),
+        ("int64", Range(0, 9, True, whole=True), None),
+        ("int64", Range(5, 7, True, whole=True, loose=True), (-(2.0**31), 2.0**31 - 1)),
+        # It decides, and has no other values of interest.
+        ("int64", Range(7, 7, True, whole=True, loose=True), None),
+    ],
+)
+def test_the_arithmetic_ends_where_the_provider_declares_it(
+    dtype: str, range_: Range, ends: tuple[float, float] | None
+) -> None:
+    values, inputs = [InputValues("i", 0, 9, whole=True)], [TensorFacts("i", dtype, (4,))]
+    (found,) = with_arithmetic(values, inputs, {"i": range_}, QNN, FORMAT)
+    assert ((found.least, found.most) if found.arithmetic else None) == ends
+    (found,) = with_arithmetic(values, inputs, {"i": range_}, PROVIDERS["cpu"], None)
+    assert not found.arithmetic
+
+
+def test_a_warning_names_only_values_that_no_run_has_that_agreed() -> None:
+    agreed = [run(i=[0, 255], x=[-4.0, 4.0])]
+    far = run(("i",), i=[-7, 90, -1], x=[3.0, 3.0])
+    assert describe_values(far, agreed) == "'i' from -7 to -1"
+    far = run(("i", "x"), i=[-7, 90, 999], x=[292.875, 293.5])
+    text = "'i' below 0, such as -7, or above 255, such as 999, and 'x' from 292.88 to 293.5"
+    assert describe_values(far, agreed) == text
+    assert describe_values(run(i=[1], x=[1.0]), agreed) == "inputs as in the sample 'a', 'x' of 1,"
+
+
+def test_a_difference_far_from_the_ordinary_is_a_warning(tmp_path: Path) -> None:
+    made = parsed("(float[1, 64] x) => (float[1, 64] y) <float k = {300}> { y = Sub (x, k) }")
+    _, expected = referred(made, tmp_path)
+    far = [each for each in expected.runs if each.far]
+    assert [each.far for each in far] == [("x",), ("x",)]
+    session = open_session(save(clipped(made, 310), tmp_path / "changed.onnx"), cpu_options())
+    found = compare_runs(session, expected, HALF, [expected.runs[0], far[1]])
+    assert found.agreements[0].status is AgreementStatus.AGREES
+    assert found.unusual == ()
+    (values,) = compared_values(found.agreed, {})
+    assert (values.low < 0, values.high > 299) == (True, True)
+    session = open_session(save(clipped(made, 0.1), tmp_path / "other.onnx"), cpu_options())
+    found = compare_runs(session, expected, HALF, [far[1]])
+    assert found.difference is None
+    (difference,) = found.unusual
+    text = warning(difference, describe_values(difference.run, found.agreed))
+    assert text.startswith("'x' from 29")
+    assert "may give wrong answers: of 'y', " in text
+
+
+def test_values_around_a_constant_are_judged_by_their_own_outputs(tmp_path: Path) -> None:
+    made = parsed("(float[1, 64] x) => (float[1, 64] y) <float k = {300}> { y = Sub (x, k) }")
+    _, expected = referred(made, tmp_path)
+    near = next(
+        each
+        for each in expected.runs
+        if each.far and float(np.ptp(each.feeds["x"].astype(float))) < 3
+    )
+    (y,) = (outputs["y"] for outputs in near.outputs)
+    shifted = {"y": y + np.float32(0.2)}
+    (agreement,) = expected.compare(near, 0, shifted, HALF)
+    assert agreement.snr is not None
+    assert agreement.snr < 10
