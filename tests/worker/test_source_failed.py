@@ -39,7 +39,6 @@ def test_the_node_and_what_to_set_are_named() -> None:
     assert "Name:'choose' Status Message: indices element out of data bounds" in found.message
     assert [str(each) for each in found.settings] == [
         'tool.epcontext.models[0].validate.inputs = "samples.npz"',
-        "tool.epcontext.models[0].constants",
         "tool.epcontext.models[0].dims",
         "tool.epcontext.models[0].validate.tolerance = false",
     ]
