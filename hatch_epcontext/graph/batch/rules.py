@@ -408,8 +408,9 @@ SAME_TYPE: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(_GELUS, (0,)),
     **dict.fromkeys(_SKIPS, (0, 3)),
     "SimplifiedLayerNormalization": (0,),
+    **dict.fromkeys(("GroupNormalization", "MeanVarianceNormalization"), (0,)),
 }
-"""Operators that onnx does not know, with the results that have the type of the first operand."""
+"""Operators whose types onnx does not infer, with the results that have the type of the first operand."""
 
 _ELEMENTWISE = """
 Abs Acos Acosh Add And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast Ceil

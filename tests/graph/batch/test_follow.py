@@ -35,6 +35,8 @@ INDEPENDENT = {
         b = BatchNormalization (c, s4, s4, s4, s4) i = InstanceNormalization (b, s4, s4)
         g = GlobalAveragePool (i) m = Mul (i, g) y = MaxPool <kernel_shape = [2, 2],
         strides = [2, 2]> (m) }""",
+    "normalized in each row": """(float[N, 3, 4, 4] x) => (float[N, 3, 4, 4] y)
+        { y = MeanVarianceNormalization <axes = [1, 2, 3]> (x) }""",
     "resized by the shape": """(float[N, 3, 4, 4] x) => (float[N, 3, 8, 8] y) { n = Shape <end = 2> (x)
         s = Concat <axis = 0> (n, eights) y = Resize <mode = "nearest"> (x, , , s) }""",
     "tokens": """(int64[N, 5] x) => (float[N, 6] y) { e = Gather (table, x) y = ReduceSum (e, one) }""",
