@@ -39,6 +39,9 @@ FARM = (*INSPECTION, "distributed>=2025.4")
 GENAI = "onnxruntime-genai>=0.18; python_version >= '3.11'"
 """The requirement to compare what language models answer."""
 
+WINDOWS_ML = "windowsml"
+"""What apps on Windows may register EPs with."""
+
 _IN_TURN = (
     "Build some targets with HATCH_EPCONTEXT_TARGETS=<names>, which fills the cache, and then all "
     "with HATCH_EPCONTEXT_FROM_CACHE=<names>."

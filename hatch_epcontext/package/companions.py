@@ -38,7 +38,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.index import IndexFile, files_of
 from hatch_epcontext.jobs.plan import jobs_of
-from hatch_epcontext.jobs.requirements import GENAI, TOOLS
+from hatch_epcontext.jobs.requirements import GENAI, TOOLS, WINDOWS_ML
 from hatch_epcontext.jobs.web import download
 from hatch_epcontext.package.bundle import Bundle
 from hatch_epcontext.package.folder import read
@@ -187,7 +187,7 @@ def _owner(
         return "is a module of Python's standard library"
     providers = [*PROVIDERS.values(), *(target.provider for target in config.targets)]
     plugins = [provider.plugin for provider in providers if provider.plugin]
-    runtime = [*DISTRIBUTIONS, *TOOLS, GENAI, *(plugin.package for plugin in plugins)]
+    runtime = [*DISTRIBUTIONS, *TOOLS, GENAI, WINDOWS_ML, *(plugin.package for plugin in plugins)]
     runtime += (r for provider in providers for r in provider.requirements)
     runtime += (r for target in config.targets for r in target.requirements or ())
     runtimes = {canonicalize_name(Requirement(text).name) for text in filter(None, runtime)}
@@ -207,9 +207,11 @@ def _is_installed(name: str, module: str) -> bool:
         if f"{module}/{FILE}," not in record:
             return True
     spec = importlib.util.find_spec(module)
-    # A folder without __init__.py has no origin: it may be any one.
-    if spec is None or spec.origin is None:
+    if spec is None:
         return False
+    if spec.origin is None:
+        # A folder without __init__.py may be any one, or that of several packages.
+        return module in metadata.packages_distributions()
     return not Path(spec.origin).with_name(FILE).is_file()
 
 

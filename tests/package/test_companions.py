@@ -104,10 +104,12 @@ def test_the_app_is_no_companion_of_itself(config: Config) -> None:
         ("onnxruntime-qnn", "opens or compiles models"),
         ("onnxruntime-ep-openvino", "opens or compiles models"),
         ("numpy", "opens or compiles models"),
-        # A distribution whose import package has another name, the reverse, and a single file.
+        ("windowsml", "opens or compiles models"),
+        # A distribution whose import package has another name, the reverse, a file, a folder of several.
         ("pyyaml", "is installed here"),
         ("yaml", "is installed here"),
         ("typing-extensions", "is installed here"),
+        ("google", "is installed here"),
         ("some-dependency", "is a dependency of the app"),
     ],
 )
