@@ -185,9 +185,9 @@ class _Build(ProjectBuild):
             with self.calling():
                 backend = importlib.import_module(module)
                 backend = functools.reduce(getattr, filter(None, path.split(".")), backend)
-        except (EpcontextError, Terminated):
+        except (EpcontextError, KeyboardInterrupt, Terminated):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             reason = (
                 f" ({error})."
                 if isinstance(error, ImportError | AttributeError)
@@ -244,11 +244,11 @@ class _Build(ProjectBuild):
         try:
             with self.calling():
                 return called(*arguments)
-        except (EpcontextError, Terminated):
+        except (EpcontextError, KeyboardInterrupt, Terminated):
             raise
         except self.unsupported:
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise self._error(f"failed in {hook}:\n{_account(error)}", None) from None
 
     def required(self, hook: str, config_settings: _Settings) -> list[str]:

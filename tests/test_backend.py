@@ -381,7 +381,7 @@ def test_an_editable_install_needs_an_output(
 WHEEL_ERROR = "my_app-1.0-py3-none-any.whl of in_tree:backend: EPC502\n    it "
 FAILED = "tool.epcontext.build.backend: EPC031\n    in_tree:backend "
 
-OTHER_METADATA = f"{WHEEL_ERROR[:-3]}its METADATA is of"
+OTHER_METADATA = f"{WHEEL_ERROR[:-3]}its METADATA names"
 
 BROKEN = {
     "returns None": ("return None", f"{FAILED}returned None from build_wheel, and not the name"),
@@ -434,6 +434,16 @@ BROKEN = {
         'return build(METADATA="Version: 1.0")',
         OTHER_METADATA,
     ),
+    "another version": (
+        'return build(METADATA="Name: my-app\\nVersion: 1.1")',
+        f'{OTHER_METADATA} "my-app" with the version "1.1", and its own name says my-app 1.0',
+    ),
+    "an invalid version": ('return build(METADATA="Name: my-app\\nVersion: one")', OTHER_METADATA),
+    "an empty WHEEL": ('return build(WHEEL="")', f"{WHEEL_ERROR[:-3]}its WHEEL lacks"),
+    "another format": (
+        'return build(WHEEL="Wheel-Version: 2.0")',
+        f"{WHEEL_ERROR[:-3]}its WHEEL lacks Wheel-Version: 1.0",
+    ),
     "an invalid requirement": (
         'return build(METADATA="Name: my-app\\nVersion: 1.0\\nRequires-Dist: ?")',
         f"{WHEEL_ERROR[:-3]}its METADATA has an invalid requirement",
@@ -446,6 +456,7 @@ BROKEN = {
     "raises": ('raise KeyError("x")', f"{FAILED}failed in build_wheel:\n      File"),
     "raises its own error": ('class E(Exception): pass\n    raise E("mine")', "E: mine\n"),
     "exits": ('raise SystemExit("error: no compiler")', "    SystemExit: error: no compiler"),
+    "panics": ("raise BaseException('panic')", "    BaseException: panic"),
     "exits with success": ("sys.exit(0)", f"{FAILED}failed in build_wheel:"),
 }
 """What a broken back end does, and the message."""
@@ -686,8 +697,9 @@ class backend:
         name = "my_app-1.0-py3-none-any.whl"
         with zipfile.ZipFile(pathlib.Path(folder, name), "w") as archive:
             archive.writestr("my_app/__init__.py", os.urandom(500_000))
-            for file, text in (("METADATA", "Name: my-app\\nVersion: 1.0"), ("WHEEL", ""), ("RECORD", "")):
-                archive.writestr(f"my_app-1.0.dist-info/{file}", text)
+            archive.writestr("my_app-1.0.dist-info/METADATA", "Name: my-app\\nVersion: 1.0")
+            archive.writestr("my_app-1.0.dist-info/WHEEL", "Wheel-Version: 1.0")
+            archive.writestr("my_app-1.0.dist-info/RECORD", "")
         limit()
         return name
 

@@ -28,13 +28,14 @@ from typing import IO
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.tags import parse_tag
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
 
 from hatch_epcontext.config.environ import PREFIX, source_date
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, Problem, SdistError, WheelError
 from hatch_epcontext.files import is_inside
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata, tag
-from hatch_epcontext.text import listing
+from hatch_epcontext.text import listing, show
 
 _CHUNK = 1 << 20
 
@@ -54,7 +55,7 @@ class FinishedWheel:
     def __init__(self, path: Path, maker: str) -> None:
         self.path, self._maker = path, maker
         try:
-            self.tags = parse_wheel_filename(path.name)[3]
+            name, version, _, self.tags = parse_wheel_filename(path.name)
             with self._readable(), zipfile.ZipFile(path) as archive:
                 infos = archive.infolist()
                 self.names = [info.filename for info in infos if not info.is_dir()]
@@ -69,11 +70,11 @@ class FinishedWheel:
                 }
         except InvalidWheelFilename as error:
             raise self._error(f"{error}.") from None
-        for name in ("RECORD.jws", "RECORD.p7s"):
-            if f"{self.info}/{name}" in self.names:
-                message = f"it has {name}, and a signature fits no changed wheel."
+        for signature in ("RECORD.jws", "RECORD.p7s"):
+            if f"{self.info}/{signature}" in self.names:
+                message = f"it has {signature}, and a signature fits no changed wheel."
                 raise self._error(message, "Sign the wheel after the build.")
-        self.project = self._checked_project()
+        self.project = self._checked_project(name, version)
         """What its metadata say of the project."""
 
     def _checked_info(self) -> str:
@@ -93,13 +94,16 @@ class FinishedWheel:
             raise self._error(f"it has files outside of its folder: {listing(outside)}.")
         return info
 
-    def _checked_project(self) -> ProjectMetadata:
+    def _checked_project(self, name: str, version: Version) -> ProjectMetadata:
+        """What its metadata say of the project ``name``; raises WheelError if no installer takes them."""
+        if not re.search(r"(?im)^Wheel-Version:\s*1\.", self._texts["WHEEL"]):
+            raise self._error("its WHEEL lacks Wheel-Version: 1.0.")
         freezes = "[pyinstaller40]" in self._texts.get("entry_points.txt", "")
         project = ProjectMetadata.read(self._texts["METADATA"], freezes=freezes)
-        name, version = self.path.name.split("-")[:2]
-        own = project.name, project.version
-        if not all(own) or canonicalize_name(name) != canonicalize_name(project.name):
-            raise self._error(f"its METADATA is of {own}, and not of {(name, version)}.")
+        own = project.name and canonicalize_name(project.name), _version(project.version)
+        if own != (name, version):
+            its = f"{show(project.name)} with the version {show(project.version)}"
+            raise self._error(f"its METADATA names {its}, and its own name says {name} {version}.")
         try:
             for dependency in project.dependencies:
                 Requirement(dependency)
@@ -194,6 +198,13 @@ class FinishedWheel:
             csv.writer(text, lineterminator="\n").writerows([*rows, (record, "", "")])
             new.writestr(old.getinfo(record), text.getvalue())
         return target
+
+
+def _version(text: str | None) -> Version | None:
+    """The version that is ``text``; None if it is none."""
+    with contextlib.suppress(InvalidVersion):
+        return Version(text or "")
+    return None
 
 
 def _with_tag(wheel: str, tag: str) -> str:
