@@ -33,6 +33,7 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,
+    GAIN,
     NOTHING,
     AgreementStatus,
     Coverage,
@@ -48,12 +49,8 @@ run, its basic optimizations broke none, and onnxslim 0.1 about a hundred. But i
 models with constant conditions, which onnxslim simplifies.
 """
 
-GAIN = 6.0
-"""Decibels of half of the error: what a change must gain to be worth its cost."""
-
 _ROUNDS = 3
 """How often rewriting, and unrolling, change a model: an EP may also refuse the result of a rewrite."""
-
 
 _MAX_REASONS = 8
 """The most reasons why rewrites did not apply that a note has."""

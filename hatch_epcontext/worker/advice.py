@@ -15,9 +15,8 @@ from hatch_epcontext.errors import Advice, Kind, Problem, RefusedError, Setting
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import aligned, count
 from hatch_epcontext.worker.comparison.compare import Difference, compare_runs
-from hatch_epcontext.worker.comparison.measures import GAIN
 from hatch_epcontext.worker.comparison.runs import Facts, Reference
-from hatch_epcontext.worker.results import Agreement, AgreementStatus
+from hatch_epcontext.worker.results import GAIN, Agreement, AgreementStatus
 
 SIMPLIFIED = Tolerance(snr=40, cosine=0.999)
 """A simplifier may change only the order of additions."""

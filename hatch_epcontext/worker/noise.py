@@ -21,10 +21,9 @@ from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.external import load_whole, save_whole
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.advice import Explained, refuse
-from hatch_epcontext.worker.comparison.measures import GAIN
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.results import Agreement, AgreementStatus
+from hatch_epcontext.worker.results import GAIN, Agreement, AgreementStatus
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 
 _ROUNDING = 2.0**-20

@@ -109,6 +109,9 @@ class Slice:
 FEW_SAMPLES = 8
 """The number of samples for models whose runs are expensive."""
 
+GAIN = 6.0
+"""Decibels of half of the error: what a change must gain to be worth its cost, and what rounding may cost."""
+
 NOTHING = -1000.0
 """Decibels of outputs that are entirely wrong: JSON has no infinity."""
 

@@ -24,7 +24,6 @@ from hatch_epcontext.graph.scope import Types
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.advice import SIMPLIFIED, Subject, explain, refuse
 from hatch_epcontext.worker.comparison.compare import compare_runs
-from hatch_epcontext.worker.comparison.measures import GAIN
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     ReferenceRun,
@@ -36,7 +35,7 @@ from hatch_epcontext.worker.optimizing import load_named, optimize
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest
-from hatch_epcontext.worker.results import NOTHING
+from hatch_epcontext.worker.results import GAIN, NOTHING
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 from hatch_epcontext.worker.source import data_of
 

@@ -10,9 +10,9 @@ import onnxruntime as ort
 
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.levels import Level, Levels
-from hatch_epcontext.worker.comparison.measures import GAIN, SENSITIVE, worst_agreements
+from hatch_epcontext.worker.comparison.measures import SENSITIVE, worst_agreements
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun
-from hatch_epcontext.worker.results import NOTHING, Agreement
+from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement
 
 
 @dataclass(frozen=True)

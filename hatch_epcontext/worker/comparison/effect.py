@@ -12,9 +12,9 @@ from hatch_epcontext.graph.dtypes import is_float
 from hatch_epcontext.worker.comparison.diverging import Divergence
 from hatch_epcontext.worker.comparison.emulation import FormattedModel
 from hatch_epcontext.worker.comparison.levels import Level, Levels
-from hatch_epcontext.worker.comparison.measures import GAIN, SENSITIVE
+from hatch_epcontext.worker.comparison.measures import SENSITIVE
 from hatch_epcontext.worker.comparison.runs import Reference
-from hatch_epcontext.worker.results import NOTHING, Agreement, Emulation
+from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement, Emulation
 
 _FLAT = 0.1
 """The share of an output's places that may change by less than a step of the format."""

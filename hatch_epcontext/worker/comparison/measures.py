@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from hatch_epcontext.graph.dtypes import STRING, Array, Numbers, is_float
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.results import NOTHING, Agreement, AgreementStatus, Excess, Slice
+from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement, AgreementStatus, Excess, Slice
 
 Nature = Literal["any", "unit", "probabilities", "indices"]
 """The nature of an output's values: any; between -1 and 1 (after a Sigmoid); probabilities that add up to 1
@@ -69,9 +69,6 @@ TINY = 1e-30
 SENSITIVE = 10.0
 """A run or emulation with a smaller margin in decibels shows that other inputs may exceed the limit: float16
 errors differ by as much between inputs."""
-
-GAIN = 6.0
-"""Decibels of half of the error: what rounding may cost."""
 
 _Axes = tuple[int, ...] | None
 
