@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -471,12 +472,17 @@ def contradiction(model: onnx.ModelProto) -> str | None:
     return f"{operator(node)} {node.output[0]!r} reads {read}" if read else None
 
 
-def infer_anew(model: onnx.ModelProto) -> None:
+def infer_anew(
+    model: onnx.ModelProto,
+    types_of_runtime: Callable[[onnx.ModelProto, list[str]], Mapping[str, onnx.TypeProto]],
+) -> None:
     """Replace the shapes of values of ``model`` that contradict what onnx infers from its inputs, in place.
 
-    ONNX Runtime takes a shape that contradicts as open.
+    ``types_of_runtime``: the types of values of a model as ONNX Runtime infers them. It takes a shape that
+    contradicts its own as open, and onnx infers some wrong, such as that of an STFT with one side.
     """
     new_main = inferred(model, anew=True)
+    replacements: list[tuple[onnx.ValueInfoProto, onnx.TypeProto, onnx.TypeProto]] = []
     for body, new_body in zip(graphs(model.graph), graphs(new_main), strict=True):
         types = {value.name: value.type for value in (*new_body.value_info, *new_body.output)}
         for value in (*body.value_info, *body.output):
@@ -486,7 +492,14 @@ def infer_anew(model: onnx.ModelProto) -> None:
             if len(own) != len(new) or any(
                 None not in pair and pair[0] != pair[1] for pair in zip(own, new, strict=True)
             ):
-                value.type.tensor_type.shape.CopyFrom(types[value.name].tensor_type.shape)
+                replacements.append((value, copy.deepcopy(value.type), types[value.name]))
+                value.type.tensor_type.ClearField("shape")
+    results = {name for node in model.graph.node for name in node.output}
+    names = [value.name for value, _, _ in replacements if value.name in results]
+    known = types_of_runtime(model, names) if names else {}
+    for value, declared, type_ in replacements:
+        is_right = value.name in known and sizes(known[value.name]) == sizes(declared)
+        value.type.CopyFrom(declared if is_right else type_)
 
 
 def _light(node: onnx.NodeProto) -> onnx.NodeProto:

@@ -29,6 +29,7 @@ from hatch_epcontext.worker.comparison.runs import (
 from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.noise import with_jitter, within_noise
 from hatch_epcontext.worker.optimizing import load_named, optimize
+from hatch_epcontext.worker.ort_values import types_of_runtime
 from hatch_epcontext.worker.protocol import step
 from hatch_epcontext.worker.reference import source_reference, write_float_form
 from hatch_epcontext.worker.requests import Prepared, PrepareRequest
@@ -213,7 +214,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto
     copy = shutil.copyfile if request.quantize is not None or moves else link_or_copy
     external.put_data(data, source.parent, folder, copy)
     fix_inputs(onnx_model, model)
-    graph.infer_anew(onnx_model)
+    graph.infer_anew(onnx_model, lambda model, names: types_of_runtime(model, source, names))
     separate_outputs(onnx_model)
     # An EP reports the nodes that it refuses by their names.
     graph.name_nodes(onnx_model.graph)

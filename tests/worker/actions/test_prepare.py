@@ -246,6 +246,17 @@ def test_shapes_that_contradict_the_inferred_ones_are_inferred_anew(
     assert {value.name: graph.sizes(value.type) for value in values} == {"c": (1, 4), "y": (1, 4)}
 
 
+def test_a_shape_stays_that_onnx_runtime_infers_too(tmp_path: Path) -> None:
+    """Both sides of the spectrum are what onnx infers."""
+    made = parsed(
+        """(float[1, 128, 1] x) => (float[1, 15, 9, 2] y)
+        <int64 step = {8}, int64 length = {16}> { y = STFT (x, step, , length) }""",
+        17,
+    )
+    reply = run(save(made, tmp_path / "a.onnx"), tmp_path, "none")
+    assert graph.sizes(onnx.load(reply.path).graph.output[0].type) == (1, 15, 9, 2)
+
+
 def test_shapes_of_a_branch_that_contradict_the_inferred_ones_are_inferred_anew(
     tmp_path: Path,
 ) -> None:
