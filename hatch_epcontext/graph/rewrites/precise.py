@@ -26,6 +26,9 @@ _BROADCASTING = 8
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 def _number_beside(value: str, name: str, scope: Scope) -> float | None:
     """The stored number ``name``, also in a tensor of one value, if ``value`` keeps its shape beside it."""
     rank, value_rank = (len(scope.sizes(operand) or ()) for operand in (name, value))
@@ -196,12 +199,23 @@ def _beside_number(name: str, operator: str, scope: Scope) -> tuple[str, float] 
     return None if least is None or least < 0 else (value, least)
 
 
+def _at_least(name: str, scope: Scope) -> tuple[str, float] | None:
+    """A value and the stored number that ``name`` is the larger of: by a Max, or by a Clip without an end."""
+    node = scope.maker(name)
+    if node is None or node.op_type != "Clip":
+        return _beside_number(name, "Max", scope)
+    value, low, high = graph.operands(node, 3)
+    least, most = (_number_beside(value, bound, scope) for bound in (low, high))
+    is_open = not high or (most is not None and most >= _LARGEST)
+    return (value, least) if is_open and least is not None and least >= 0 else None
+
+
 def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """``Log(Max(a² + b², number))`` as twice that of the root, whose exponent is half as large.
 
     Spectra of audio, as in DNSMOS, have powers that float16 does not have; openWakeWord filters them.
     """
-    limited = _beside_number(node.input[0], "Max", scope)
+    limited = _at_least(node.input[0], scope)
     if limited is None:
         return None
     power, number = limited

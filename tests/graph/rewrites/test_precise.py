@@ -202,6 +202,7 @@ LOGARITHMS = [
     f"{SQUARES} c = Max(least, power) y = Log(c)",
     f"{SQUARES} r = Sqrt(power) s = Pow(r, two) c = Max(s, least) y = Log(c)",
     f"{SQUARES} bank = MatMul(power, bands) c = Max(bank, least) y = Log(c)",
+    f"{SQUARES} c = Clip(power, least) y = Log(c)",
 ]
 BANDS = "float[8, 2] bands = {" + ", ".join(f"{i % 3}" for i in range(16)) + "}"
 
@@ -261,7 +262,8 @@ STAYING = {
         *(f"{SQUARES} bank = MatMul(power, {name}) c = Max(bank, least) y = Log(c)"
           for name in ("w", "row")),
         *(f"{SQUARES} c = {limited} y = Log(c)"
-          for limited in ("Max(power, below)", "Max(power, row)", "Max(power)", "Min(power, one)")),
+          for limited in ("Max(power, below)", "Max(power, row)", "Max(power)", "Min(power, one)",
+                          "Clip(power, least, one)", "Clip(power)", "Clip(power, below)")),
     ],
     "variance": [
         "square = Mul(x, x) a = ReduceMean(square) b = Mul(z, z) y = Sub(a, b)",
