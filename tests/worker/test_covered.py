@@ -105,7 +105,7 @@ def test_values_around_a_constant_are_judged_by_their_own_outputs(tmp_path: Path
         if each.far and float(np.ptp(each.feeds["x"].astype(float))) < 3
     )
     (y,) = (outputs["y"] for outputs in near.outputs)
-    shifted = {"y": y + np.float32(0.2)}
+    shifted = {"y": np.add(y, np.float32(0.2))}
     (agreement,) = expected.compare(near, 0, shifted, HALF)
     assert agreement.snr is not None
     assert agreement.snr < 10

@@ -12,7 +12,10 @@ from onnx import TensorProto, helper
 from hatch_epcontext.graph.dtypes import numpy_dtype
 from hatch_epcontext.worker.ort_values import not_finite, run
 from hatch_epcontext.worker.results import AgreementStatus
+from tests.conftest import newer_runtime
 from tests.models import value
+
+pytestmark = newer_runtime
 
 _INTEGERS = [0, 1, -2, 3, -1]
 _UNSIGNED = [0, 1, 2, 3, 1]
