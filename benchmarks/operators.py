@@ -68,7 +68,7 @@ _COMPUTED = "None of them depends on an input"
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one test.
+    """The result of one test.
 
     ``end``: ``"right"``, ``"folds"`` if its outputs are constants, ``"partial"`` if nodes stay on the CPU,
     ``"wrong"`` or ``"refused"``; ``rewrites``: those that changed it; ``why``: what the EP or the build says.
@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--operator", action="append", help="only its tests; repeatable")
     parser.add_argument("--test", action="append", help="only tests with this in their names")
     parser.add_argument("--keep", type=Path, help="a folder for the models")
-    parser.add_argument("--each", action="store_true", help="also print what became of each test")
+    parser.add_argument("--each", action="store_true", help="also print the result of each test")
     parser.add_argument("--write", action="store_true", help="write the table")
     arguments = parser.parse_args()
     if arguments.write and (arguments.operator or arguments.test):

@@ -72,7 +72,7 @@ def declare(doc: str, default: Any = None, **declared: Any) -> Any:
 
 
 def declaration_of(key: dataclasses.Field[Any]) -> Declaration:
-    """What `declare` was told of the ``key``."""
+    """What `declare` got for the ``key``."""
     declaration: Declaration = key.metadata["declaration"]
     return declaration
 

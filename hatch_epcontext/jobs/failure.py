@@ -119,7 +119,7 @@ def _with_unrolling(problem: Problem, job: Job, tried: Iterable[Attempt]) -> Pro
         return problem
     hint = f"Unroll the nodes of {listing(sorted(operators))} into a copy for each step"
     hint += f": about {number:,} nodes (not tried)." if number else " (not tried)."
-    rest = f" Or: {problem.hint[0].lower()}{problem.hint[1:]}" if problem.hint else ""
+    rest = f" Or: {_as_clause(problem.hint)}" if problem.hint else ""
     settings = (Setting(target.place("unroll-limit"), limit), *problem.settings)
     return replace(problem, hint=f"{hint}{rest}", settings=settings)
 
@@ -172,7 +172,7 @@ def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
     form = job.target.settings
     quantized = attempt.refused.quantized if attempt.refused else None
     if quantized == "QOperator":
-        first = replace(first, causes=(*first.causes, f"Or {_QDQ[0].lower()}{_QDQ[1:]}"))
+        first = replace(first, causes=(*first.causes, f"Or {_as_clause(_QDQ)}"))
     if quantized == "QDQ" and form.dequantize != "all" and not form.quantize:
         cause = "Or undo the quantization, which makes the model larger (not tried)."
         floats = Setting(job.target.place("dequantize"), "all")
@@ -231,6 +231,11 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
         hint = "Undo the quantization of the weights, which makes the model larger (not tried)."
         return hint, (Setting(target.place("dequantize"), "all"),)
     return "Change the model at these nodes (not tried).", ()
+
+
+def _as_clause(sentence: str) -> str:
+    """``sentence``, to go on after a word."""
+    return f"{sentence[0].lower()}{sentence[1:]}"
 
 
 def _with_declined(node: NodeFacts, declined: Sequence[Declined]) -> NodeFacts:

@@ -90,7 +90,7 @@ def is_due(build: Build, built: Built) -> bool:
 
 
 def answers_key(build: Build, built: Built) -> str:
-    """What identifies the answers with ``built``: the files, and what genai is told of them."""
+    """What identifies the answers with ``built``: the files, and the overlays with which genai opens them."""
     model = built.job.models[0]
     assert model.genai is not None, "only a language model answers"
     source = build.sources[model.configured_name]

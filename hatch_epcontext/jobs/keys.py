@@ -7,8 +7,8 @@
 - `artifact_key`: that, and a recipe. Without an entry the recipe is compiled.
 - `terms_of`: how each model is compared, and how much of it must be compiled. With others the attempts are
   judged again, and run again where the comparison is another.
-- `genai.answers_key`: the files of a language model and of an artifact, and what onnxruntime-genai is told of
-  them. With another one it answers prompts again.
+- `genai.answers_key`: the files of a language model and of an artifact, and the overlays with which
+  onnxruntime-genai opens them. With another one it answers prompts again.
 - `Source.identity`: content and sizes of one model, by which the app's loader finds a companion of another
   model.
 
