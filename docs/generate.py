@@ -64,8 +64,8 @@ The `provider` of a target is a name of this page, or ONNX Runtime's name of the
 | --- | --- |
 | Linux, x86-64 | All tests run there: QNN on its simulator, OpenVINO and ONNX Runtime on the CPU. |
 | Windows, x86-64 | Only under Wine: the example is built and opened, with QNN's simulator. |
-| Linux and Windows on Arm | Not tried. Contexts for their chips are compiled elsewhere. |
-| macOS | Not tried. QNN has no packages for it. |
+| Linux and Windows on Arm | Not tested. Contexts for their chips are compiled elsewhere. |
+| macOS | Not tested. QNN has no packages for it. |
 
 ## Options
 
@@ -93,7 +93,7 @@ CHIPS = """
 ## Chips
 
 A name of this table can be the `chip` of a target; a list of names is for one context for all of them.
-*From* is who publishes its numbers (the EP in `kSocInfos`). *Compiled* are the small models that were tried
+*From* is who publishes its numbers (the EP in `kSocInfos`). *Compiled* are the small models that were tested
 without it: *all* are floats and quantized ones; *quantized* means that the EP refuses floats.
 """
 
@@ -125,7 +125,7 @@ def _chips() -> Iterator[tuple[str, ...]]:
     for provider in PROVIDERS.values():
         for name, chip in provider.chips.items():
             if chip.source:
-                yield f"`{name}`", pairs(chip.facts), chip.source, chip.tried
+                yield f"`{name}`", pairs(chip.facts), chip.source, chip.compiled
 
 
 def _overview(provider: Provider) -> tuple[str, ...]:

@@ -81,11 +81,11 @@ class Runner:
         return [self._value(value, "outputs") for value in self._first.get_outputs()]
 
     def explain(self) -> list[TargetAttempt]:
-        """The targets that were tried, each with its reason and the number of its runs."""
+        """What was opened, or failed to open, each with its reason and the number of its runs."""
         with self._lock:
-            tried = dict.fromkeys(attempt for attempt, _ in self._opened.values())
-            runs = {a: f", runs: {self._runs[a.target]}" for a in tried if a.outcome == "opened"}
-        return [a._replace(reason=f"{a.reason}{runs.get(a, '')}") for a in tried]
+            attempts = dict.fromkeys(attempt for attempt, _ in self._opened.values())
+            runs = {a: f", runs: {self._runs[a.target]}" for a in attempts if a.outcome == "opened"}
+        return [a._replace(reason=f"{a.reason}{runs.get(a, '')}") for a in attempts]
 
     def _value(self, value: Any, kind: str) -> SimpleNamespace:
         variants = [v for variants, _ in self._candidates for v in variants]

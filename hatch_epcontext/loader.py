@@ -67,7 +67,7 @@ _groups: dict[tuple[str, str, str], weakref.WeakSet[Any]] = {}
 
 
 class LoadError(RuntimeError):
-    """No session could be opened, or a file is damaged. ``attempts`` are the targets that were tried."""
+    """No session could be opened, or a file is damaged. ``attempts``: what became of each target."""
 
     def __init__(self, message: str, attempts: Sequence[TargetAttempt] = ()) -> None:
         super().__init__("\n  ".join((message, *map(str, attempts))))
@@ -80,7 +80,7 @@ class Outcome(str, Enum):
     OPENED = "opened"
     SKIPPED = "skipped"  # This machine cannot or should not run the target.
     FAILED = "failed"  # onnxruntime raised an error, or a file is missing or damaged.
-    NOT_TRIED = "not tried"  # An earlier target was opened.
+    NOT_NEEDED = "not needed"  # An earlier target was opened.
 
 
 class TargetAttempt(NamedTuple):
@@ -132,7 +132,7 @@ def load(
     files that the manifest does not list.
     ``package``: the folder of another package that hatch-epcontext wrote. Trust it as you trust code.
     ``session_options``: the app's own, for this call alone, to which those of the target are added; or a
-    function that creates them, for each target that is tried.
+    function that creates them, for each target that is opened.
     ``provider_options``: more options for all targets except the source model.
     ``fallback_providers``: the providers of the source model, as ``InferenceSession`` takes them, in place of
     the CPU's; those that this onnxruntime lacks are left out.
@@ -149,7 +149,7 @@ def load(
     for variants, method in candidates:
         if session is not None:
             if attempts[-1].target != variants[0].target:
-                attempts.append(TargetAttempt(variants[0].target, Outcome.NOT_TRIED))
+                attempts.append(TargetAttempt(variants[0].target, Outcome.NOT_NEEDED))
             continue
         attempt, session = open_variant(method, variants, request)
         # Without its device a target can be compiled as little as opened.

@@ -1,5 +1,5 @@
 // Opens a model package of hatch-epcontext with ONNX Runtime 1.31 or newer.
-// Tried on Linux, on the CPU and on QNN's simulator, with Mono and its calls of the C API.
+// Tested on Linux, on the CPU and on QNN's simulator, with Mono and its calls of the C API.
 // Not verified on .NET, on Windows or on hardware.
 //
 //     OrtEnv.Instance().RegisterExecutionProviderLibrary("QNNExecutionProvider", "onnxruntime_providers_qnn.dll");

@@ -1,5 +1,5 @@
 // Opens a model package of hatch-epcontext with ONNX Runtime 1.31 or newer.
-// Tried on Linux, on the CPU and on QNN's simulator, with a small header that declares
+// Tested on Linux, on the CPU and on QNN's simulator, with a small header that declares
 // the classes as ONNX Runtime's documentation does.
 // Not verified on Windows or on hardware.
 #include <array>

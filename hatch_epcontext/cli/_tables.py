@@ -89,7 +89,7 @@ def add_tables(
         )
     heading = 'The tables of the models need these lines, with a number for each "?":'
     for title, advice in (
-        ("Models:", [_describe(m) for m in new if m.tried or m.facts.external_data]),
+        ("Models:", [_describe(m) for m in new if m.outcomes or m.facts.external_data]),
         (heading, questions),
         ("Note:", _size_notes(pyproject.root, new)),
         *next_steps(Project(pyproject.root, parse(after)), config),
@@ -112,10 +112,10 @@ def _size_notes(root: Path, models: Iterable[NewModel]) -> list[str]:
 
 
 def _describe(model: NewModel) -> str:
-    """``model`` with the files of its data, and how it was tried."""
+    """``model`` with the files of its data, and for which targets it works."""
     data = model.facts.external_data
     path = f"{model.path}, with its data in {listing(data)}" if data else model.path
-    works = f"{path}: works for {listing(model.works)}" if model.tried else path
+    works = f"{path}: works for {listing(model.works)}" if model.outcomes else path
     return "; ".join(filter(None, (works, model.refusals)))
 
 
@@ -129,13 +129,16 @@ def _try(pyproject: Pyproject, text: str, new: Sequence[NewModel]) -> list[NewMo
     config = pyproject.load(text, environ)
     models = tuple(m for m in config.models if pyproject.path_of(m) in {n.path for n in new})
     problems = failed_jobs(replace(config, models=models))
-    tried: dict[str, dict[str, str]] = {model.path: {} for model in new}
+    outcomes: dict[str, dict[str, str]] = {model.path: {} for model in new}
     for model, target in ((m, t) for m in models for t in m.targets):
-        problem, reasons = problems.get((model.name, target.name)), tried[pyproject.path_of(model)]
+        problem, reasons = (
+            problems.get((model.name, target.name)),
+            outcomes[pyproject.path_of(model)],
+        )
         reason = shorten(one_line(problem.message), _MAX_REASON) if problem else ""
         # A model with several shapes is several of the configuration.
         reasons[target.name] = reasons.get(target.name) or reason
-    new = [replace(model, tried=tried[model.path]) for model in new]
+    new = [replace(model, outcomes=outcomes[model.path]) for model in new]
     working = [model for model in new if model.works]
     if pyproject.table is None and not working:
         raise BuildError(*problems.values())

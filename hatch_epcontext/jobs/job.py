@@ -105,7 +105,7 @@ class _JobRun:
         outcome: Try | Validate | Won | Lost = next_recipe(search)
         if not (isinstance(outcome, Won) and self._artifact_of(outcome.attempt)):
             with cache.lock(self._key, self._wait):
-                # Another build may have tried more in the meantime.
+                # Another build may have tried more recipes in the meantime.
                 outcome, search = self._run(self._replay(self._key, latest=True))
         if isinstance(outcome, Lost):
             raise failure(job, search, outcome.attempts, self._build.jobs)

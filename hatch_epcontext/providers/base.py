@@ -122,12 +122,12 @@ class Chip:
     """A chip that an EP compiles for.
 
     ``facts``: what contexts for it are compiled for, as `Provider.compiled_for` says it. ``source``: where
-    they are published; empty for a bare number. ``tried``: what was compiled for it.
+    they are published; empty for a bare number. ``compiled``: the small models that were compiled for it.
     """
 
     facts: Mapping[str, str]
     source: str = ""
-    tried: str = ""
+    compiled: str = ""
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ _EXECUTORCH = (
 _FLOATS, _QUANTIZED = "all", "quantized"
 
 _CHIPS: Mapping[str, Chip] = {
-    name: Chip({"soc_model": soc, "htp_arch": arch}, f"{source}: {part}", tried)
-    for name, part, soc, arch, source, tried in (
+    name: Chip({"soc_model": soc, "htp_arch": arch}, f"{source}: {part}", compiled)
+    for name, part, soc, arch, source, compiled in (
         ("snapdragon-x-elite", "SC8380XP", "60", "73", _EP, _FLOATS),
         ("snapdragon-x2-elite", "SC8480XP", "88", "81", _EP, _FLOATS),
         ("snapdragon-8cx-gen-3", "SC8280X", "37", "68", _EP, _QUANTIZED),
@@ -358,7 +358,7 @@ class Qnn(Provider):
     waived = frozenset({"com.microsoft.GroupQueryAttention"})
     genai_name = "qnn"
     several_chips = "is_multi_soc_ep_context"
-    # Tried with Transpose, Cast, Mul, Relu and Add.
+    # Measured with Transpose, Cast, Mul, Relu and Add.
     lacks_dtypes = frozenset({"float64", "bfloat16", "int8", "int16", "uint16", "uint64"})
     max_rank = 5
     integer_bits = 32

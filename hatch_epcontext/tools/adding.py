@@ -61,7 +61,7 @@ class NewModel:
     """A model to add: its path in the project, with forward slashes, the facts of its file, and suggestions.
 
     ``pinned``: the keys of a model from elsewhere; ``path`` is then its location. ``name`` and ``settings``,
-    other keys: those that the user chose. ``tried``: why each target refuses the model, empty if it works.
+    other keys: those that the user chose. ``outcomes``: why each target refuses the model, empty if it works.
     """
 
     path: str
@@ -70,7 +70,7 @@ class NewModel:
     pinned: Table | None = None
     name: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    tried: Mapping[str, str] = field(default_factory=dict)
+    outcomes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def plain_name(self) -> str:
@@ -82,12 +82,12 @@ class NewModel:
     @property
     def works(self) -> list[str]:
         """The targets that compile it."""
-        return [target for target, reason in self.tried.items() if not reason]
+        return [target for target, reason in self.outcomes.items() if not reason]
 
     @property
     def refusals(self) -> str:
         """Why other targets do not, in one line."""
-        return "; ".join(f"{target}: {why}" for target, why in self.tried.items() if why)
+        return "; ".join(f"{target}: {why}" for target, why in self.outcomes.items() if why)
 
     @property
     def questions(self) -> tuple[str, ...]:

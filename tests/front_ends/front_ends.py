@@ -1,4 +1,4 @@
-"""The front ends that are tried, each with its commands."""
+"""The front ends that are tested, each with its commands."""
 
 from __future__ import annotations
 

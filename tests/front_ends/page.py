@@ -24,7 +24,7 @@ ROWS = {
 }
 """The rows of the table, by the name of the observation."""
 
-_BEGIN, _END = "<!-- begin: tried -->\n", "\n<!-- end: tried -->"
+_BEGIN, _END = "<!-- begin: front-ends -->\n", "\n<!-- end: front-ends -->"
 
 Cells = dict[str, dict[str, str]]
 """What was seen, by front end and row."""
@@ -54,7 +54,7 @@ def write(cells: Mapping[str, Mapping[str, str]]) -> None:
 def _table(cells: Mapping[str, Mapping[str, str]]) -> str:
     heading = ["", *(each.heading for each in FRONT_ENDS)]
     rows = [
-        [label, *(cells.get(each.name, {}).get(key, "not tried") for each in FRONT_ENDS)]
+        [label, *(cells.get(each.name, {}).get(key, "not tested") for each in FRONT_ENDS)]
         for key, label in ROWS.items()
     ]
     lines = [heading, ["---"] * len(heading), *rows]

@@ -145,14 +145,14 @@ def test_an_app_gets_its_models_from_companions(index: Index, tmp_path: Path) ->
     assert open_all(plain, index.project) == ([*skipped, source], {})
     index.pip(plain, "install", "digits-app[cpu]")
     steps, numbers = open_all(plain, index.project)
-    assert [step[1] for step in steps] == ["skipped", "opened", "not tried"]
+    assert [step[1] for step in steps] == ["skipped", "opened", "not needed"]
     assert [digit for digit, _ in numbers.values()] == [3, 3]
 
     whole = make_environment(tmp_path / "whole", env)
     index.uv(whole, "digits-app[x-elite,cpu]")
     steps, numbers = open_all(whole, index.project)
     assert [step[:2] for step in steps] == [
-        ["x-elite", "opened"], ["cpu", "not tried"], ["source", "not tried"],
+        ["x-elite", "opened"], ["cpu", "not needed"], ["source", "not needed"],
     ]  # fmt: skip
     assert steps[0][2] == "QNNExecutionProvider on cpu"
     assert numbers["x-elite"][0] == 3
@@ -182,7 +182,7 @@ def test_an_app_gets_its_models_from_companions(index: Index, tmp_path: Path) ->
     index.run("epcontext", "companions", "--companion", "digits-app-models-cpu")
     index.pip(whole, "install", "digits-app[cpu]")
     steps, numbers = open_all(whole, index.project)
-    assert [step[1] for step in steps] == ["failed", "opened", "not tried"]
+    assert [step[1] for step in steps] == ["failed", "opened", "not needed"]
     index.pip(whole, "uninstall", "-y", "digits-app-models-x-elite", "digits-app-models-cpu")
     assert open_all(whole, index.project) == ([*skipped, source], {})
     assert not list(whole.folder.rglob("digits_app_models_*"))
@@ -198,5 +198,5 @@ def test_a_frozen_app_has_the_companions_that_were_installed(index: Index, tmp_p
     program = (tmp_path / "dist").rename(tmp_path / "moved") / "main" / "main"
     image = index.project / "samples" / "3.png"
     steps, numbers = printed_json(run(program, image, cwd=tmp_path, env={"HOME": str(tmp_path)}))
-    assert [step[1] for step in steps] == ["opened", "not tried", "not tried"]
+    assert [step[1] for step in steps] == ["opened", "not needed", "not needed"]
     assert numbers["x-elite"][0] == 3

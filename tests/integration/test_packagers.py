@@ -106,7 +106,7 @@ def open_frozen(program: Path, device: str, folder: Path) -> list[str]:
 NPU = [
     "['digits'] x-elite 3",
     "x-elite: opened, QNNExecutionProvider on cpu",
-    "cpu: not tried",
+    "cpu: not needed",
     "digits_ctx.onnx True",
 ]
 CPU = [

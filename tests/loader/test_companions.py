@@ -80,7 +80,7 @@ def test_targets_of_the_app_and_of_companions_are_tried_in_the_configured_order(
     folder = install("my_cpu", cpu=CPU)
     app = ship_app(ship, {**MODULES, "source": ""}, source=SOURCE)
     steps = app.explain("a", recompile=True)
-    assert outcomes(steps) == [NPU_MISSING, ("cpu", "opened"), ("source", "not tried")]
+    assert outcomes(steps) == [NPU_MISSING, ("cpu", "opened"), ("source", "not needed")]
     for verify in (False, True):
         session = app.load("a", target="cpu", verify=verify)
         assert session.run(None, X)[0].shape == (1, 10)

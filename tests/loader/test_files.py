@@ -144,17 +144,17 @@ def test_verify_finds_every_flipped_byte(ship: Shipper) -> None:
     files = [ship.folder / "manifest.json", weights, ship.folder / "a/cpu/a_optimized.onnx"]
     files.append(ship.folder / "__init__.py")
     steps = {".json": 2, ".bin": 1, ".onnx": 200, ".py": 2000}
-    tried = 0
+    count = 0
     for file in files:
         size, step = file.stat().st_size, steps[file.suffix]
         for _ in flipped(file, [*range(0, size, step), size - 1]):
             app._read.cache_clear()
             with pytest.raises(app.LoadError):
                 app.load("a", target="cpu", verify=True)
-            tried += 1
+            count += 1
     app._read.cache_clear()
     assert app.target_of(app.load("a", verify=True)) == "cpu"
-    assert tried > 900
+    assert count > 900
 
 
 def test_verify_refuses_what_the_manifest_does_not_list(ship: Shipper) -> None:

@@ -19,8 +19,8 @@ def test_the_first_target_that_can_be_opened_is_opened(ship: Shipper) -> None:
     assert app.models() == ["a"]
     cpu, source = app.explain("a")
     assert cpu.outcome is app.Outcome.OPENED
-    assert source == ("source", "not tried", None)
-    assert str(source) == "source: not tried"
+    assert source == ("source", "not needed", None)
+    assert str(source) == "source: not needed"
 
 
 def test_without_the_eps_package_the_source_is_opened_and_the_reason_logged(

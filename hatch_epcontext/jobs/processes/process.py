@@ -85,8 +85,8 @@ class Workers:
 
     ``timeout``: seconds for each request. ``log``, if given, gets each request and every line that a worker
     prints while it runs; with ``verbose`` ONNX Runtime prints more than its warnings. ``memory_limit``: bytes
-    of memory for each. ``progress`` gets a line about what runs whenever ``pulse`` is due; ``recipes``: what
-    is tried of jobs then, by their locations. ``stopped``: whether `stop` was called.
+    of memory for each. ``progress`` gets a line about what runs whenever ``pulse`` is due; ``recipes``: those
+    of jobs then, by their locations. ``stopped``: whether `stop` was called.
 
     As a context manager it starts one process that has imported what workers need, where the system can
     fork it; otherwise each worker is a fresh interpreter. And only then processes are kept for other tasks.

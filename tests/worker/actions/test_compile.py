@@ -178,7 +178,7 @@ def test_the_ep_compiles_for_each_chip_that_has_a_name(tmp_path: Path, name: str
         [product] c = MatMul (a, b) [y] y = QuantizeLinear (c, s, zero) }"""
     values: dict[str, Any] = {"w": np.full((8, 8), 130, np.uint8)}
     values |= {"s": np.float32(0.02), "zero": np.uint8(128)}
-    floats = chip.tried.startswith("floats")
+    floats = chip.compiled.startswith("floats")
     source = network(1) if floats else parsed(quantized, **values)
     reply, _ = compiled(save(source, tmp_path / "a.onnx"), target("qnn", chip.facts), tmp_path)
     assert PROVIDERS["qnn"].compiled_for(reply.contexts[0].compatibility) == chip.facts
