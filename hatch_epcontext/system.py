@@ -51,8 +51,8 @@ def writing(
     """Raise ``error`` with one problem in place of an OSError, while ``what`` is written to ``folder``."""
     try:
         yield
-    except OSError as refused:
-        raise error(system_problem(refused, folder, what, location)) from refused
+    except OSError as cause:
+        raise error(system_problem(cause, folder, what, location)) from cause
 
 
 def check_folder(folder: Path) -> None:
@@ -102,7 +102,7 @@ def _path_and_reason(error: OSError) -> tuple[str, str]:
     return path, error.strerror or str(error)
 
 
-def refusal(error: OSError, folder: Path) -> str:
+def reason_not_written(error: OSError, folder: Path) -> str:
     """Why ``folder`` cannot be written, in one line; with the free space if its file system is full."""
     _, reason = _path_and_reason(error)
     full = error.errno in _FULL or _FULL_IN_WORDS.search(reason)
@@ -111,8 +111,8 @@ def refusal(error: OSError, folder: Path) -> str:
 
 def os_error_text(error: OSError) -> str:
     """``error`` as a message, with a hint if it is not the program's fault."""
-    refused = is_refusal(error) or isinstance(error, shutil.Error)
-    return system_problem(error).text() if refused else str(error)
+    is_foreign = is_of_system(error) or isinstance(error, shutil.Error)
+    return system_problem(error).text() if is_foreign else str(error)
 
 
 def encoding_error_text(error: UnicodeError) -> str | None:
@@ -120,7 +120,7 @@ def encoding_error_text(error: UnicodeError) -> str | None:
     return None if sys.getfilesystemencoding() == "utf-8" else f"{error}.\n    {USE_UTF8}"
 
 
-def is_refusal(error: OSError) -> bool:
+def is_of_system(error: OSError) -> bool:
     """Whether the system is the cause of ``error``, and not the program."""
     return error.errno is not None and error.errno not in _OURS
 

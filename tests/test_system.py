@@ -13,7 +13,7 @@ from hatch_epcontext.system import (
     cores,
     free_memory,
     full_disk_problem,
-    is_refusal,
+    is_of_system,
     system_problem,
     writing,
 )
@@ -54,7 +54,7 @@ def test_the_error_can_have_another_type() -> None:
     ],
 )
 def test_what_the_system_refuses_is_no_fault_of_the_program(error: OSError, expected: bool) -> None:
-    assert is_refusal(error) == expected
+    assert is_of_system(error) == expected
 
 
 def test_a_disk_is_full_if_somebody_says_so(tmp_path: Path) -> None:

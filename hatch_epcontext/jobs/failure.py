@@ -87,8 +87,8 @@ def failure(
 
 def _is_broken(job: Job, cause: Attempt, tried: Iterable[Attempt]) -> bool:
     """Whether no simplifier takes the models of ``job``, and the EP refuses them as they are."""
-    failed = (a.refused for a in tried if a.refused and a.refused.step == "prepare")
-    is_broken = any(refused.problems and not refused.is_accident for refused in failed)
+    stops = (a.stop for a in tried if a.stop and a.stop.step == "prepare")
+    is_broken = any(stop.problems and not stop.is_accident for stop in stops)
     has_simplifiers = job.target.settings.optimization != "none"
     is_plain = cause.stopped_in == "compile" and cause.recipe.simplifier == "none"
     return is_broken and has_simplifiers and is_plain
@@ -157,7 +157,7 @@ def _with_own_keys(job: Job, problem: Problem) -> Problem:
 
 def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
     """The EP's problems with ``attempt``, or those of the last simplifier, if none works."""
-    first, *others = attempt.refused.problems if attempt.refused else ()
+    first, *others = attempt.stop.problems if attempt.stop else ()
     # Those of a folder of onnxruntime-genai are its own.
     has_sizes = all((model.dims or model.shapes) and not model.genai for model in job.models)
     if attempt.stopped_in == "compile" and has_sizes and not job.target.settings.static_shapes:
@@ -170,7 +170,7 @@ def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
         settings = (*first.settings, fixed)
         first = replace(first, causes=(*first.causes, cause), settings=settings)
     form = job.target.settings
-    quantized = attempt.refused.quantized if attempt.refused else None
+    quantized = attempt.stop.quantized if attempt.stop else None
     if quantized == "QOperator":
         first = replace(first, causes=(*first.causes, f"Or {_as_clause(_QDQ)}"))
     if quantized == "QDQ" and form.dequantize != "all" and not form.quantize:

@@ -156,7 +156,7 @@ class _JobRun:
             self._replayed(attempt, search)
             for attempt in stored.attempts
             # A shared cache may contain what no build has written.
-            if (attempt.refused if attempt.record is None else self._fits(attempt.record))
+            if (attempt.stop if attempt.record is None else self._fits(attempt.record))
             and attempt.compared in ({}, search.terms.compared)
         )
         return replace(search, attempts=tuple(attempts), winners=stored.winners)

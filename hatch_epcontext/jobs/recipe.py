@@ -1,4 +1,4 @@
-"""The ways to compile a job, and what they make of it: a record, or a refusal."""
+"""The ways to compile a job, and what they make of it: a record, or why it stopped."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Stop:
     """Why a recipe gave no artifact: the simplifier fails or leaves ``control_flow`` (``"prepare"``), there
     is nothing to change (``"change"``), or the EP refuses the result (``"compile"``).
 
@@ -108,7 +108,7 @@ class Refused:
     def __post_init__(self) -> None:
         """Raise ValueError for what no build writes, but a cache may contain."""
         if not (self.problems or self.control_flow or self.step == "change"):
-            raise ValueError("it has a refusal without a reason")
+            raise ValueError("it stopped without a reason")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from hatch_epcontext.graph.number_format import (
     FOR_RANGES,
     RewriteName,
 )
-from hatch_epcontext.jobs.recipe import Nodes, Recipe, Record, Refused, Times
+from hatch_epcontext.jobs.recipe import Nodes, Recipe, Record, Stop, Times
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.text import count
@@ -96,18 +96,18 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One recipe, tried: the record of its artifact, or why it was refused.
+    """One recipe, tried: the record of its artifact, or why it has none.
 
     ``dropped``: the rewrites that were wrong and left out, each with the reason; ``declined``: why others
     left refused nodes as they are. ``seconds``: of preparing and compiling; None if only the artifact was in
     a cache. ``validations``: of the models of its artifact, by what `Terms` calls the comparison.
     ``day``: of the earlier build that tried it, as ``"2026-11-23"``; empty if this one did.
-    ``compared``: the comparisons that the refusal depends on; empty if it is the same for all.
+    ``compared``: the comparisons that its stop depends on; empty if it is the same for all.
     """
 
     recipe: Recipe
     record: Record | None = None
-    refused: Refused | None = None
+    stop: Stop | None = None
     dropped: tuple[str, ...] = ()
     declined: tuple[Declined, ...] = ()
     seconds: Times | None = None
@@ -117,13 +117,13 @@ class Attempt:
 
     @property
     def stopped_in(self) -> str | None:
-        """The step that refused it, see `Refused`; None if it has an artifact."""
-        return self.refused.step if self.refused else None
+        """The step that stopped it, see `Stop`; None if it has an artifact."""
+        return self.stop.step if self.stop else None
 
     @property
     def control_flow(self) -> tuple[str, ...]:
         """The control flow because of which it was not compiled."""
-        return self.refused.control_flow if self.refused else ()
+        return self.stop.control_flow if self.stop else ()
 
     @property
     def coverages(self) -> tuple[Coverage, ...]:
@@ -173,7 +173,7 @@ class Attempt:
 
         None if nothing was compiled: then all may be the cause, and a change applies to all that it handles.
         """
-        if self.refused:
+        if self.stop:
             return None
         return tuple(tuple(sorted(node.name for node in c.uncovered)) for c in self.coverages)
 
@@ -183,8 +183,8 @@ class Attempt:
 
     def notes(self, validations: Mapping[str, Validated]) -> Iterator[str]:
         """Its result, for a report; ``validations``: those that count, by model."""
-        refused, names = self.refused, ["dequantized"] if self.recipe.dequantize else []
-        if refused is None:
+        stop, names = self.stop, ["dequantized"] if self.recipe.dequantize else []
+        if stop is None:
             done = self.record.preparations if self.record else ()
             names += dict.fromkeys(name for p in done for name in (*p.options, *p.rewrites))
             result = f"{count(self.uncovered, 'node')} on the CPU"
@@ -195,19 +195,19 @@ class Attempt:
                     result = f"{result}, {-verdict.margin:.0f} dB beyond the limits"
             elif verdict is not None and math.isfinite(verdict.margin):
                 result = f"{result}, {verdict.margin:.0f} dB above the limits"
-        elif refused.step == "change":
+        elif stop.step == "change":
             yield from self.dropped
             reasons = Counter((d.rewrite, d.operator, d.reason) for d in self.declined)
             for (rewrite, operator, reason), number in reasons.most_common(_MAX_REASONS):
                 yield f"{rewrite} does not apply to {number} {operator}: {reason}"
             return
-        elif refused.step == "prepare":
-            for problem in refused.problems:
+        elif stop.step == "prepare":
+            for problem in stop.problems:
                 yield f"{self.recipe.simplifier} failed: {' '.join(problem.message.split())}"
             return
         else:
-            names += refused.rewrites
-            result = _first_line(refused.problems[0].message)
+            names += stop.rewrites
+            result = _first_line(stop.problems[0].message)
         yield f"{'; '.join(names) or 'unmodified'}: {result}"
 
 
@@ -585,7 +585,7 @@ class Search:
         attempts = (
             replace(attempt, day=attempt.day or day)
             for attempt in self.attempts
-            if not (attempt.refused and attempt.refused.is_accident)
+            if not (attempt.stop and attempt.stop.is_accident)
         )
         return replace(self, attempts=tuple(attempts))
 

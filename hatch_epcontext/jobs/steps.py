@@ -30,7 +30,7 @@ from hatch_epcontext.jobs.artifact import Artifact, Source
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
-from hatch_epcontext.jobs.recipe import Change, Recipe, Record, Refused, Times
+from hatch_epcontext.jobs.recipe import Change, Recipe, Record, Stop, Times
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import (
@@ -127,12 +127,12 @@ class Steps:
                     reply = self._compile(job, recipe, prepared, folder, compiling)
             except BuildError as error:
                 changes = (name for p in preparations for name in (*p.options, *p.rewrites))
-                refused = replace(
-                    _refused("compile", error, recipe),
+                stop = replace(
+                    _stop("compile", error, recipe),
                     rewrites=tuple(dict.fromkeys(changes)),
                     quantized=next((m.quantized for m in prepared if m.quantized), None),
                 )
-                return replace(attempt, refused=refused)
+                return replace(attempt, stop=stop)
         versions = self.build.versions[job.target.name]
         record = Record(recipe, preparations, reply.contexts, record_files(folder), versions)
         return replace(attempt, record=record, seconds=Times(seconds, reply.seconds))
@@ -258,25 +258,25 @@ class Steps:
         try:
             prepared = [self.prepare(job, number, plain, worker) for number in numbers]
         except BuildError as error:
-            return Attempt(recipe, refused=_refused("prepare", error, recipe))
+            return Attempt(recipe, stop=_stop("prepare", error, recipe))
         control_flow = dict.fromkeys(
             name for model in prepared for name in model.preparation.control_flow
         )
         if control_flow and not recipe.takes_control_flow:
-            refused = Refused("prepare", control_flow=tuple(control_flow))
-            return Attempt(recipe, refused=refused)
+            stop = Stop("prepare", control_flow=tuple(control_flow))
+            return Attempt(recipe, stop=stop)
         try:
             changed = tuple(self.prepare(job, number, recipe, worker) for number in numbers)
             is_new = any(self._adds(job, number, recipe, worker) for number in numbers)
         except BuildError as error:
-            return Attempt(recipe, refused=_refused("change", error, recipe))
+            return Attempt(recipe, stop=_stop("change", error, recipe))
         if recipe.dequantize:
             is_new &= any(model.preparation.precision for model in changed)
         if is_new:
             return changed
         dropped = tuple(text for model in changed for text in model.dropped)
         declined = tuple(reason for model in changed for reason in model.declined)
-        return Attempt(recipe, refused=Refused("change"), dropped=dropped, declined=declined)
+        return Attempt(recipe, stop=Stop("change"), dropped=dropped, declined=declined)
 
     def _simplify(
         self, job: Job, model: Model, recipe: Recipe, worker: Worker | Workers
@@ -378,10 +378,8 @@ def _source_key(job: Job, model: Model) -> Hashable:
     return model.name, tuple(model.shapes.items()), job.target.settings.dequantize
 
 
-def _refused(
-    step: Literal["prepare", "change", "compile"], error: BuildError, recipe: Recipe
-) -> Refused:
-    """The refusal of ``recipe``, which ended with ``error``; raises that if no other recipe may avoid it."""
+def _stop(step: Literal["prepare", "change", "compile"], error: BuildError, recipe: Recipe) -> Stop:
+    """Why ``recipe`` stopped, which ended with ``error``; raises that if no other recipe may avoid it."""
     if not isinstance(error, RefusedError | CrashError):
         # The plain recipe has succeeded before: the cause is what this one adds. But after an accident that
         # does not depend on it, a weaker result would stay in the cache.
@@ -390,4 +388,4 @@ def _refused(
             raise error
     # Or too little memory may be the cause.
     is_accident = isinstance(error, AccidentError) or any(p.causes for p in error.problems)
-    return Refused(step, error.problems, is_accident=is_accident)
+    return Stop(step, error.problems, is_accident=is_accident)

@@ -132,7 +132,7 @@ def _open(url: str, token: str, accept: str) -> Any:
         reply = opener.open(request, timeout=_TIMEOUT)
     except urllib.error.HTTPError as error:
         error.close()
-        raise _refusal(error) from None
+        raise _status_error(error) from None
     except (ValueError, http.client.InvalidURL):
         raise DownloadError("it leads to an invalid address", _CHECK) from None
     except (http.client.HTTPException, OSError) as error:
@@ -205,7 +205,7 @@ class _Proxies(urllib.request.ProxyHandler):
         return None if is_local(urlsplit(req.full_url)) else super().proxy_open(req, proxy, type)
 
 
-def _refusal(error: urllib.error.HTTPError) -> DownloadError:
+def _status_error(error: urllib.error.HTTPError) -> DownloadError:
     # What else the server says may be a page, with any text.
     code = error.headers.get("X-Error-Code")
     reason = f"HTTP {error.code} ({code})" if code else f"HTTP {error.code}"

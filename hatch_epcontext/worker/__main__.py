@@ -22,7 +22,7 @@ from typing import Any
 
 from hatch_epcontext.errors import AccidentError, EpcontextError, Kind, LibraryError, Problem
 from hatch_epcontext.serialize import from_json, from_plain, to_json
-from hatch_epcontext.system import is_refusal, system_problem
+from hatch_epcontext.system import is_of_system, system_problem
 from hatch_epcontext.worker.protocol import (
     FAILURE,
     LOG,
@@ -105,7 +105,7 @@ def _explained(error: Exception) -> EpcontextError:
     """``error``, if it is the package's own; otherwise one that says what the system or a library raised."""
     if isinstance(error, EpcontextError):
         return error
-    if isinstance(error, OSError) and is_refusal(error):
+    if isinstance(error, OSError) and is_of_system(error):
         return AccidentError(system_problem(error, Path.cwd()))
     # For any other exception than ONNX Runtime's the traceback goes to the log.
     if not _is_of_onnx_runtime(error):

@@ -4,7 +4,7 @@ import pytest
 
 from hatch_epcontext.files import is_intact
 from hatch_epcontext.jobs.artifact import Artifact
-from hatch_epcontext.jobs.recipe import Refused
+from hatch_epcontext.jobs.recipe import Stop
 from hatch_epcontext.serialize import from_json
 
 
@@ -22,7 +22,7 @@ def test_every_byte_of_an_artifact_counts(artifact: Artifact) -> None:
 
 
 def test_a_stored_refusal_without_a_reason_is_damaged() -> None:
-    assert from_json('{"step": "change"}', Refused) == Refused("change")
+    assert from_json('{"step": "change"}', Stop) == Stop("change")
     for step in ("prepare", "compile"):
         with pytest.raises(ValueError, match="without a reason"):
-            from_json(f'{{"step": "{step}"}}', Refused)
+            from_json(f'{{"step": "{step}"}}', Stop)

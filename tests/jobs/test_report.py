@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.jobs.artifact import Artifact
-from hatch_epcontext.jobs.recipe import Recipe, Refused, Times
+from hatch_epcontext.jobs.recipe import Recipe, Stop, Times
 from hatch_epcontext.jobs.report import Report, make_report, summarize, validation_warnings
 from hatch_epcontext.jobs.report_file import render_page
 from hatch_epcontext.jobs.search import Attempt
@@ -74,8 +74,8 @@ def test_how_it_was_prepared_is_in_the_line_and_what_was_tried_in_the_report(
     assert "compiled, optimized graph, 1 rewrite of 2 nodes, with offload = 0, " in line
     (built,) = result.built
     reason = "the graph cannot be loaded."
-    refused = Refused("prepare", (Problem(Kind.COMPILE_FAILED, "", reason),))
-    failed = Attempt(Recipe("onnxruntime", fuse=False), refused=refused)
+    stop = Stop("prepare", (Problem(Kind.COMPILE_FAILED, "", reason),))
+    failed = Attempt(Recipe("onnxruntime", fuse=False), stop=stop)
     built = dataclasses.replace(built, search=built.search.adding(failed))
     page = render_page(make_report(dataclasses.replace(result, built=(built,))), "a")
     assert "slice_as_gather" in page

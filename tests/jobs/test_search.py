@@ -16,7 +16,7 @@ from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.graph.number_format import FOR_KERNELS, FOR_RANGES, WHOLE
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.plan import Job, plan
-from hatch_epcontext.jobs.recipe import Recipe, Record, Refused
+from hatch_epcontext.jobs.recipe import Recipe, Record, Stop
 from hatch_epcontext.jobs.search import (
     Attempt,
     Lost,
@@ -42,23 +42,23 @@ from hatch_epcontext.worker.results import (
 )
 from tests.results import configured
 
-Outcome = Sequence[str] | Refused
+Outcome = Sequence[str] | Stop
 """The operators that are left to the CPU of ten nodes; or why nothing was compiled."""
 
 
-def refused(step: Any, kind: Kind = Kind.COMPILE_FAILED, message: str = "it fails.") -> Refused:
+def stop(step: Any, kind: Kind = Kind.COMPILE_FAILED, message: str = "it fails.") -> Stop:
     is_accident = kind is Kind.WORKER_CRASHED
-    return Refused(step, (Problem(kind, "", message),), is_accident=is_accident)
+    return Stop(step, (Problem(kind, "", message),), is_accident=is_accident)
 
 
-NO = refused("compile")
-CRASH = refused("compile", Kind.WORKER_CRASHED)
-NO_SIMPLIFIER = refused("prepare")
-NOTHING = Refused("change")
+NO = stop("compile")
+CRASH = stop("compile", Kind.WORKER_CRASHED)
+NO_SIMPLIFIER = stop("prepare")
+NOTHING = Stop("change")
 
 
-def leaves(*operators: str) -> Refused:
-    return Refused("prepare", control_flow=operators)
+def leaves(*operators: str) -> Stop:
+    return Stop("prepare", control_flow=operators)
 
 
 MORE = PROVIDERS["qnn"].more_coverage
@@ -146,11 +146,11 @@ class Ep:
         self.compiled.append(recipe)
         name = name_of(recipe)
         outcome = self.outcomes.get(name, NOTHING)
-        if isinstance(outcome, Refused) and outcome.control_flow and recipe.takes_control_flow:
+        if isinstance(outcome, Stop) and outcome.control_flow and recipe.takes_control_flow:
             outcome = self.outcomes.get(f"{name} at last", outcome)
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, Stop):
             dropped = ("Clip: it differs",) if outcome.step == "change" else ()
-            return Attempt(recipe, refused=outcome, dropped=dropped)
+            return Attempt(recipe, stop=outcome, dropped=dropped)
         nodes = tuple(NodeFacts(f"n{index}", op) for index, op in enumerate(outcome))
         number = 10 + self.added.get(name, 0)
         coverage = Coverage(number, number - len(nodes), self.contexts.get(name, 1), nodes)
@@ -424,7 +424,7 @@ def test_what_leaves_the_least_control_flow_is_compiled_in_the_end() -> None:
 
 
 def test_what_else_was_tried_is_noted() -> None:
-    crash = refused("prepare", Kind.WORKER_CRASHED, "it fails:\n  y  cosine   0.8")
+    crash = stop("prepare", Kind.WORKER_CRASHED, "it fails:\n  y  cosine   0.8")
     ep = Ep(
         {"plain": crash, "onnxslim": ("GRU", "If"), "onnxslim unroll": (), "unfused onnxslim": ()},
         {"onnxslim unroll": WRONG},
@@ -491,7 +491,7 @@ def test_the_rewrites_that_an_ep_needs_in_any_number_format_are_applied_without_
 
 
 def test_what_compiles_and_cannot_be_run_loses_to_what_can(project: Path) -> None:
-    failing = Validation(ValidationStatus.RAN, failures=refused("validation").problems)
+    failing = Validation(ValidationStatus.RAN, failures=stop("validation").problems)
     outcomes: dict[str, Outcome] = {"plain": ("If",), "rewrite": ("If", "If")}
     ep = Ep(outcomes, {"plain": failing})
     other = ep.winner(replace(search_for(), terms=Terms(0.5)))
@@ -624,7 +624,7 @@ def test_what_an_earlier_build_tried_has_its_day_and_the_keys_of_this_project(
     theirs = Key(("models", 7), "other/a.onnx"), Key(("targets", "other"))
     settings = (Setting(theirs[0] / "cut"), Setting(theirs[1] / "profiles"))
     problem = Problem(Kind.COMPILE_FAILED, "", "it fails.", "Set:", settings=settings)
-    search = stored(Ep({"plain": Refused("compile", (problem,))}).finish(search_for()))
+    search = stored(Ep({"plain": Stop("compile", (problem,))}).finish(search_for()))
     problem = problem_of(job, search)
     again = "This was tried before (2026-11-23); HATCH_EPCONTEXT_NO_CACHE=1 tries it again."
     assert problem.message == f"it fails.\n{again}"

@@ -18,7 +18,7 @@ from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.recipe import Recipe, Refused
+from hatch_epcontext.jobs.recipe import Recipe, Stop
 from hatch_epcontext.jobs.steps import Build, Steps
 from hatch_epcontext.worker.results import ModelFacts, Preparation, Validated
 from tests.altered_workers import workers_with
@@ -129,7 +129,7 @@ def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
     after = steps.prepare(folded, 0, unfused)
     assert after.preparation.nodes == before.preparation.nodes + 1
     assert after.preparation.rewrites == ("nothing folded into convolutions",)
-    assert steps.compile(other, unfused, tmp_path / "out").refused == Refused("change")
+    assert steps.compile(other, unfused, tmp_path / "out").stop == Stop("change")
 
 
 @pytest.mark.parametrize(("operator", "requests"), [("Add", 1), ("Pow", 2)])

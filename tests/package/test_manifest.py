@@ -9,7 +9,7 @@ import pytest
 
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Artifact, Result
-from hatch_epcontext.jobs.recipe import Recipe, Refused
+from hatch_epcontext.jobs.recipe import Recipe, Stop
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.package.manifest import (
     ModelPackage,
@@ -57,7 +57,7 @@ def test_it_has_what_was_built_and_not_what_was_tried_or_when(
     record = dataclasses.replace(artifact.record, preparations=(prepared,), contexts=(context,))
     result = resulting(configured(project), Artifact(artifact.folder, record))
     (built,) = result.built
-    attempt = Attempt(Recipe("none"), refused=Refused("change"), dropped=("an attempt",))
+    attempt = Attempt(Recipe("none"), stop=Stop("change"), dropped=("an attempt",))
     built = dataclasses.replace(built, search=built.search.adding(attempt))
     package = package_of(dataclasses.replace(result, built=(built,)))
     text = write(package)

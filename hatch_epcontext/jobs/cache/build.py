@@ -31,7 +31,7 @@ from hatch_epcontext.jobs.cache.store import (
     files_of,
     untrusted,
 )
-from hatch_epcontext.system import refusal
+from hatch_epcontext.system import reason_not_written
 
 if TYPE_CHECKING:
     from hatch_epcontext.jobs.cache.shared import SharedCache
@@ -217,7 +217,7 @@ class Cache:
             except OSError as error:
                 self._is_writable, root = False, self._store.root
                 self._warn(
-                    f"the cache folder {root} cannot be written ({refusal(error, root)}); this "
+                    f"the cache folder {root} cannot be written ({reason_not_written(error, root)}); this "
                     f"build does not store its artifacts. {PREFIX}CACHE_DIR names another folder."
                 )
         if self.shared is not None and is_new:

@@ -255,20 +255,20 @@ class Store:
             )
 
         removed = list(filter(is_stale, entries))
-        refused: list[OSError] = []
+        errors: list[OSError] = []
         for entry in removed:
             try:
                 self._discard(entry.folder)
             except OSError as error:
-                refused.append(error)
+                errors.append(error)
         locks = (file for file in (self.layout / "locks").glob("*") if is_sha256(file.name))
         for file in (*locks, *(self.layout / "reports").glob("*.json")):
             with contextlib.suppress(OSError):
                 if file.stat().st_mtime < before:
                     file.unlink()
         sweep(self.staging)
-        if refused:
-            raise refused[0]
+        if errors:
+            raise errors[0]
         return removed
 
     def _discard(self, entry: Path) -> None:
