@@ -73,7 +73,7 @@ class Zoo:
             m["model"]: m["validation"] for j in self.report["jobs"] for m in j["models"]
         }
         return {
-            name: sum(map(_steps_of, validation["samples"])) or 1
+            name: sum(map(_frames_of, validation["samples"])) or 1
             for name, validation in validations.items()
         }
 
@@ -84,10 +84,10 @@ class Zoo:
         return root
 
 
-def _steps_of(sample: str) -> int:
-    """How many runs a sample of a report is: a recurrent model is run for several steps."""
+def _frames_of(sample: str) -> int:
+    """How many runs a sample of a report is: a recurrent model is run for several frames."""
     number, _, unit = sample.partition(" ")
-    return int(number) if unit == "steps" else 1
+    return int(number) if unit == "frames" else 1
 
 
 def facts(report: Any) -> Table:

@@ -1,7 +1,7 @@
 """Keeps inputs of the project's models in an app: `epcontext record` puts a copy of this module on its path.
 
 Python imports the copy as ``sitecustomize`` when it starts, in the app's environment, where this package need
-not be installed. Beside it are `SETTINGS` and `STATES`. Samples are ``<process>-<sample>-<step>.npz``. An
+not be installed. Beside it are `SETTINGS` and `STATES`. Samples are ``<process>-<sample>-<frame>.npz``. An
 error of this module is printed, and does not reach the app.
 """
 
@@ -27,8 +27,8 @@ SETTINGS = "settings.json"
 STATES = "states.jsonl"
 """A line for each state: the model, the input, and the output that the app feeds to it."""
 
-SAMPLES = _STEPS = 8
-"""The most samples of a model in one process; those of a recurrent one have up to as many steps."""
+SAMPLES = _FRAMES = 8
+"""The most samples of a model in one process; those of a recurrent one have up to as many frames."""
 
 
 class Recorder:
@@ -87,7 +87,7 @@ class Recorder:
                     inputs, outputs = get_inputs(session), get_outputs(session)
                     shapes = _compiled((*inputs, *outputs), self._models[model])
                     session._epcontext_last = SimpleNamespace(  # noqa: SLF001
-                        model=model, shapes=shapes, outputs={}, samples=[], step=_STEPS
+                        model=model, shapes=shapes, outputs={}, samples=[], frame=_FRAMES
                     )
 
         @functools.wraps(original_run)
@@ -149,13 +149,13 @@ class Recorder:
         with (self._folder / STATES).open("a", encoding="utf-8") as lines:
             lines.writelines(f"{json.dumps([last.model, *pair])}\n" for pair in states.items())
         batches = _batches(arrays, last.shapes)
-        if states and last.step < _STEPS:
-            last.step += 1
+        if states and last.frame < _FRAMES:
+            last.frame += 1
         else:
-            last.samples, last.step = [self._begin(last.model) for _ in batches], 1
+            last.samples, last.frame = [self._begin(last.model) for _ in batches], 1
         for sample, batch in zip(last.samples, batches, strict=True):
             if sample in self._kept[last.model]:
-                part = self._folder / last.model / f"{os.getpid()}-{sample}-{last.step}.part"
+                part = self._folder / last.model / f"{os.getpid()}-{sample}-{last.frame}.part"
                 with part.open("wb") as file:
                     np.savez(file, **batch)
                 part.replace(part.with_suffix(".npz"))

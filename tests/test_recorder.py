@@ -41,11 +41,11 @@ class App:
 
     @property
     def samples(self) -> list[list[int]]:
-        """The first value of ``x`` in the steps of each sample that is kept."""
+        """The first value of ``x`` in the frames of each sample that is kept."""
         samples: dict[int, list[tuple[int, int]]] = {}
         for file in self._folder.glob("a/*.npz"):
-            _, sample, step = map(int, file.stem.split("-"))
-            samples.setdefault(sample, []).append((step, int(arrays(file)["x"].flat[0])))
+            _, sample, frame = map(int, file.stem.split("-"))
+            samples.setdefault(sample, []).append((frame, int(arrays(file)["x"].flat[0])))
         return [[x for _, x in sorted(samples[number])] for number in sorted(samples)]
 
 
@@ -68,17 +68,17 @@ def test_the_first_sample_and_a_random_choice_of_the_others_are_kept(tmp_path: P
     assert chosen[0] == chosen[1]
 
 
-def test_a_sample_of_a_recurrent_model_has_consecutive_steps(tmp_path: Path) -> None:
+def test_a_sample_of_a_recurrent_model_has_consecutive_frames(tmp_path: Path) -> None:
     app = App(tmp_path)
     for stream in range(40):
         state = STATE
-        for step in range(10):
-            state = app.run(np.full(1, 100 * stream + step, np.float32), state)
+        for frame in range(10):
+            state = app.run(np.full(1, 100 * stream + frame, np.float32), state)
     samples = app.samples
     assert samples[0] == list(range(8))
     assert len(samples) == SAMPLES
     assert all(xs == list(range(xs[0], xs[0] + len(xs))) for xs in samples)
-    # After eight steps a sample ends, and the rest of the stream is another one.
+    # After eight frames a sample ends, and the rest of the stream is another one.
     assert {len(xs) for xs in samples} <= {8, 2}
 
 
@@ -135,6 +135,6 @@ def test_a_batch_is_kept_as_samples_of_the_compiled_size(
     kept = {file.stem.partition("-")[2]: arrays(file) for file in tmp_path.glob("a/*.npz")}
     assert len(kept) == 3 * len(expected)
     for name, sample in kept.items():
-        number, step = map(int, name.split("-"))
+        number, frame = map(int, name.split("-"))
         assert sample["x"][:, 0].tolist() == expected[number]
-        assert sample["h"].tolist() == [[[row + step - 1] for row in expected[number]]]
+        assert sample["h"].tolist() == [[[row + frame - 1] for row in expected[number]]]

@@ -29,7 +29,7 @@ def command(command: tuple[str, ...], compiled_shapes: bool) -> None:
 
     COMMAND starts the app, as in: epcontext record -- python -m my_app photo.jpg. The models of the project
     in the current folder run on the CPU. Each process keeps at most 8 samples of a model in
-    .epcontext-samples: the first, and a random choice of the others, with 8 consecutive steps each for a
+    .epcontext-samples: the first, and a random choice of the others, with 8 consecutive frames each for a
     recurrent model. Only run() is recorded, in a Python that reads PYTHONPATH.
 
     A larger batch is kept as several samples of the compiled size. With --compiled-shapes, get_inputs() and

@@ -64,7 +64,7 @@ def is_of_integers(op_type: str) -> bool:
 
 
 REPEATING = frozenset({"GRU", "LSTM", "Loop", "RNN"})
-"""Operators that repeat what they compute for each step, and that can be unrolled."""
+"""Operators that repeat what they compute for each position, and that can be unrolled."""
 
 SHAPES = frozenset({"Shape", "Size"})
 """Operators whose outputs depend on the shape of their input only."""

@@ -117,7 +117,7 @@ def _with_unrolling(problem: Problem, job: Job, tried: Iterable[Attempt]) -> Pro
         limit = CompileSettings.unroll_limit
     if not operators:
         return problem
-    hint = f"Unroll the nodes of {listing(sorted(operators))} into a copy for each step"
+    hint = f"Unroll the nodes of {listing(sorted(operators))} into a copy for each iteration"
     hint += f": about {number:,} nodes (not tried)." if number else " (not tried)."
     rest = f" Or: {_as_clause(problem.hint)}" if problem.hint else ""
     settings = (Setting(target.place("unroll-limit"), limit), *problem.settings)

@@ -176,9 +176,9 @@ def warning(difference: Difference, values: str) -> str:
 def _where(difference: Difference, subject: Subject) -> str:
     """From what the outputs differ, and in which sample."""
     run, text = difference.run, f"differs from {subject.reference}"
-    if len(run.steps) > 1:
-        name = run.name.replace(" steps", "", 1)
-        return f"{text} in step {difference.number + 1} of {name}, with its own states"
+    if len(run.frames) > 1:
+        name = run.name.replace(" frames", "", 1)
+        return f"{text} in frame {difference.number + 1} of {name}, with its own states"
     return text if run.name in ("random", "given") else f"{text} for the sample {run.name!r}"
 
 

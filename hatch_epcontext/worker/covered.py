@@ -25,7 +25,7 @@ def compared_values(
     names = dict.fromkeys(name for run in runs for name in run.feeds if name not in states)
     result = []
     for name in names:
-        arrays = [step[name] for run in runs for step in run.steps if name in step]
+        arrays = [frame[name] for run in runs for frame in run.frames if name in frame]
         if (ends := _ends(arrays)) is not None:
             result.append(InputValues(name, *ends, whole=arrays[0].dtype.kind in "iu"))
     return tuple(result)
@@ -119,7 +119,7 @@ def describe_values(run: ReferenceRun, agreed: Iterable[ReferenceRun]) -> str:
 
 
 def _arrays(run: ReferenceRun, name: str) -> list[Array]:
-    return [step[name] for step in run.steps if name in step]
+    return [frame[name] for frame in run.frames if name in frame]
 
 
 def _from_to(ends: tuple[float, float]) -> str:

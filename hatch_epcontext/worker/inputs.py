@@ -114,14 +114,14 @@ def generated_inputs(
     ranges: Mapping[str, Range],
     rng: np.random.Generator,
     *,
-    steps: int | None = None,
+    frames: int | None = None,
 ) -> dict[str, Array]:
     """Return synthetic values for ``inputs``, which are `sized`; see `dummy_inputs`.
 
-    With ``steps`` the arrays have a first axis of that size, along which signals continue.
+    With ``frames`` the arrays have a first axis of that size, along which signals continue.
     """
-    if steps is not None:
-        inputs = [replace(tensor, shape=(steps, *tensor.sizes)) for tensor in inputs]
+    if frames is not None:
+        inputs = [replace(tensor, shape=(frames, *tensor.sizes)) for tensor in inputs]
     return {
         tensor.name: values(pattern, tensor, ranges.get(tensor.name) or assumed_range(tensor), rng)
         for tensor in inputs

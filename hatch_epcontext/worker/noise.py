@@ -22,7 +22,7 @@ from hatch_epcontext.graph.external import load_whole, save_whole
 from hatch_epcontext.providers import QUANTIZED, Tolerance
 from hatch_epcontext.worker.advice import Explained, refuse
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
-from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.results import GAIN, Agreement, AgreementStatus
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 
@@ -36,11 +36,11 @@ _NO_LIMITS = Tolerance(snr=1000, cosine=1)
 
 def with_noise(path: Path, expected: Reference) -> Reference:
     """``expected``, the reference of the quantized model at ``path``, with its noise."""
-    step("measuring the noise of the source model")
+    announce("measuring the noise of the source model")
     rng, runs = np.random.default_rng(1), []
     for run in expected.runs:
-        feeds = ({name: _noisy(array, rng) for name, array in fed.items()} for fed in run.steps)
-        runs.append(replace(run, steps=tuple(feeds)))
+        feeds = ({name: _noisy(array, rng) for name, array in fed.items()} for fed in run.frames)
+        runs.append(replace(run, frames=tuple(feeds)))
     with temp_dir() as folder:
         session = open_rounded(path, folder, cpu_options())
         noisy = _with_noise_of(session, expected, runs)
@@ -55,7 +55,7 @@ def with_jitter(path: Path, expected: Reference) -> Reference:
     It computes the samples again, each node alone: in deep quantized models another order of additions
     changes integers.
     """
-    step("measuring the noise of ONNX Runtime's fusions")
+    announce("measuring the noise of ONNX Runtime's fusions")
     options = cpu_options()
     options.graph_optimization_level = LEVELS["none"]
     return _with_noise_of(open_session(path, options), expected, expected.runs)
@@ -112,14 +112,14 @@ def within_noise(limits: Tolerance, facts: Facts) -> Tolerance:
 
 
 def compared(session: ort.InferenceSession, expected: Reference) -> Iterator[Agreement]:
-    """How near ``session`` is to each conclusive output of ``expected``, in each step that a target runs.
+    """How near ``session`` is to each conclusive output of ``expected``, in each frame that a target runs.
 
     Raises BuildError when one has another shape.
     """
     facts = expected.facts
     for run in (run for run in expected.runs if run.on_target):
-        steps = expected.compare_run(session, run, _NO_LIMITS)
-        for agreement in itertools.chain.from_iterable(steps):
+        frames = expected.compare_run(session, run, _NO_LIMITS)
+        for agreement in itertools.chain.from_iterable(frames):
             if agreement.status is AgreementStatus.OTHER_SHAPE:
                 refuse([Explained(agreement)])
             own = facts.of(agreement.output)

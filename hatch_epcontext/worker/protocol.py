@@ -36,23 +36,23 @@ class Order:
 NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 """The variable that ONNX Runtime reads when it is loaded: see "Disabling Telemetry" in its ``Privacy.md``."""
 
-LOG, STEP = "worker.log", "step"
-"""Names in the folder of a request: the worker's log, and its current step."""
+LOG, ACTIVITY = "worker.log", "activity"
+"""Names in the folder of a request: the worker's log, and what it does now."""
 
 _reported: list[tuple[BinaryIO, str]] = []
-"""The open file for the step, and the last step in it."""
+"""The open file for what the worker does, and its last text."""
 
 
 def report_in(folder: Path) -> None:
-    """Write each `step` into a file in ``folder``: the build reads it only if it needs it."""
+    """Write what each `announce` gets into a file in ``folder``: the build reads it only if it needs it."""
     _reported.clear()
     # The build may have ended, or the disk may be full.
     with contextlib.suppress(OSError):
-        _reported.append(((folder / STEP).open("wb", buffering=0), ""))
+        _reported.append(((folder / ACTIVITY).open("wb", buffering=0), ""))
 
 
-def step(text: str) -> None:
-    """Report the step that begins, such as ``"opening the source model on the CPU"``."""
+def announce(text: str) -> None:
+    """Report what begins, such as ``"opening the source model on the CPU"``."""
     for file, last in _reported:
         # Repeated runs of a model are not reported again: a run takes less time than a report.
         if text != last:

@@ -17,7 +17,7 @@ from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
 from hatch_epcontext.text import count
 from hatch_epcontext.worker.inputs import read_samples
-from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.requests import PrepareRequest
 
 _TYPES = {
@@ -37,7 +37,7 @@ def write_quantized(source: Path, result: Path, request: PrepareRequest) -> str:
     Returns a description. Raises ModelError when the data does not fit the model, or the model cannot be
     quantized.
     """
-    step("quantizing the model")
+    announce("quantizing the model")
     activation, key = request.quantize, request.model.key / "quantize"
     assert activation is not None, "only then it is called"
     onnx_model = onnx.load(source, load_external_data=False)

@@ -20,7 +20,7 @@ from hatch_epcontext.graph.refusals import deciders
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import narrow
-from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.session import LEVELS, open_session, options
 
 _VERBOSE = 0
@@ -78,7 +78,7 @@ def ask(prepared: Path, target: Target) -> Mapping[str, str]:
     provider = target.provider
     if provider.reasons("") is None:
         return {}
-    step(f"asking {provider.ep} why it refuses nodes")
+    announce(f"asking {provider.ep} why it refuses nodes")
     settings = target.settings
     session_options = options(target, settings.provider_options, _COMPUTE_NOTHING)
     session_options.graph_optimization_level = LEVELS[settings.optimization]

@@ -38,14 +38,14 @@ from hatch_epcontext.worker.comparison.runs import (
     for_other_numbers,
     is_constant,
     is_nowhere_finite,
-    run_steps,
+    run_frames,
     tells,
     values_of,
     with_telling,
 )
 from hatch_epcontext.worker.inputs import constant
 from hatch_epcontext.worker.noise import compared, with_noise
-from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement
 from hatch_epcontext.worker.samples import MANY, SOME, Sample, run_samples, samples
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
@@ -59,7 +59,7 @@ _FEW = 4
 """The most samples for a model that computes as the CPU does."""
 
 _LASTS = 0.5
-"""The part of a difference between states from which, after 16 steps, they are lasting: LSTMs leave less."""
+"""The part of a difference between states from which, after 16 frames, they are lasting: LSTMs leave less."""
 
 _SLOW = 2e10
 """Multiply-adds from which two samples are not run at once: a run takes about a second."""
@@ -89,7 +89,7 @@ def reference(
     """
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     states = state_pairs(fixed, model.validate.states, model.key / "validate" / "states")
-    step("opening the source model on the CPU")
+    announce("opening the source model on the CPU")
     with running_source(model, fixed):
         chosen = find_selections(fixed)
         cpu = _SourceSession.open(model, path or model.path, states, chosen.values)
@@ -101,7 +101,7 @@ def reference(
         names = [value.name for value in fixed.graph.output]
         for most in (MANY,) if emulated else (SOME, MANY):
             feeds = samples(inputs, model, ranges, cost, states, most)
-            step("running the source model on the CPU")
+            announce("running the source model on the CPU")
             runs = run_samples(cpu.run, feeds, model)
             if all(tells(name, runs) for name in names):
                 break
@@ -110,8 +110,8 @@ def reference(
         is_fixed = all(tensor.is_fixed for tensor in inputs)
         batch = cpu.batch(runs) if is_fixed and cost < _SLOW else {}
         runs = _choose(runs, outputs, synthetic=model.validate.inputs in SYNTHETIC)
-        longest = max(runs, key=lambda run: len(run.steps))
-        left = cpu.left_of(longest) if len(longest.steps) > 1 and not chosen.values else 0.0
+        longest = max(runs, key=lambda run: len(run.frames))
+        left = cpu.left_of(longest) if len(longest.frames) > 1 and not chosen.values else 0.0
     reasons = dict(_inconclusive(runs, Scope(fixed.graph)))
     facts = Facts(
         states,
@@ -163,17 +163,17 @@ class _SourceSession:
 
     def run(self, sample: Sample) -> ReferenceRun:
         """The run of ``sample``."""
-        feeds = ({**arrays, **self.frozen} for arrays in sample.steps)
-        steps = [*run_steps(self.session, feeds, self.states)]
+        feeds = ({**arrays, **self.frozen} for arrays in sample.frames)
+        frames = [*run_frames(self.session, feeds, self.states)]
         outputs = frozenset(value.name for value in self.source.graph.output)
         return ReferenceRun(
             sample.name,
-            sample.steps,
+            sample.frames,
             sample.nature,
             sample.usual,
             sample.far,
-            outputs=tuple(_some(arrays, outputs) for arrays in steps),
-            candidates=tuple(_some(arrays, self.inner) for arrays in steps) if self.inner else (),
+            outputs=tuple(_some(arrays, outputs) for arrays in frames),
+            candidates=tuple(_some(arrays, self.inner) for arrays in frames) if self.inner else (),
         )
 
     def random(self, first: ReferenceRun) -> frozenset[str]:
@@ -235,11 +235,11 @@ class _SourceSession:
                 yield axes
 
     def left_of(self, run: ReferenceRun) -> float:
-        """The part of a difference in the first states that is left after the steps of ``run``.
+        """The part of a difference in the first states that is left after the frames of ``run``.
 
         Means and counters keep it; the gates of LSTMs turn it into other differences.
         """
-        first, *others = run.steps
+        first, *others = run.frames
         rng, left = np.random.default_rng(0), 0.0
         # The graph may reject such values.
         with contextlib.suppress(Exception), np.errstate(invalid="ignore"):
@@ -276,7 +276,7 @@ def _some(arrays: Arrays, names: frozenset[str]) -> Arrays:
 
 
 def _differing(one: ReferenceRun, other: ReferenceRun) -> frozenset[str]:
-    """The outputs that differ between the first steps of two runs."""
+    """The outputs that differ between the first frames of two runs."""
     return frozenset(
         name
         for name, array in one.outputs[0].items()
@@ -314,13 +314,13 @@ def _choose(
 ) -> list[ReferenceRun]:
     """``runs``; the target runs the first few too, and those in which an output shows more.
 
-    Of given ones those are the sequences of steps.
+    Of given ones those are the sequences of frames.
     """
     if synthetic:
         runs = _scoring_first(runs, outputs)
         on_target = with_telling(runs[:_FEW], runs)
     else:
-        sequences = [run for run in runs if len(run.steps) > 1]
+        sequences = [run for run in runs if len(run.frames) > 1]
         number = 1 if len(sequences) > 1 else FEW_SAMPLES
         on_target = [*runs[:number], *sequences]
     names = {run.name for run in on_target}
@@ -339,7 +339,7 @@ def _scoring_first(
         return min(map(float, largest), default=math.inf)
 
     if score(first) < _NO_SCORE:
-        single = (run for run in runs if run.usual and len(run.steps) == 1)
+        single = (run for run in runs if run.usual and len(run.frames) == 1)
         first = max(single, key=score, default=first)
     return [first, *(run for run in runs if run is not first)]
 
@@ -364,7 +364,7 @@ def write_float_form(source: Path, result: Path, *, static: bool = False) -> int
 
     Returns the number of operators undone; if that is 0, nothing is written.
     """
-    step("undoing the quantization of the model")
+    announce("undoing the quantization of the model")
     onnx_model = load_whole(source)
     if undone := dequantize(onnx_model, static=static):
         save_whole(onnx_model, result)
@@ -394,7 +394,7 @@ def source_reference(
     expected = reference(model, form, floats, folded, emulated=emulated)
     with running_source(model, fixed):
         session = open_session(path, cpu_options())
-        step("running the source model on the CPU")
+        announce("running the source model on the CPU")
         integers = [*compared(session, for_other_numbers(expected))]
     equal = Agreement("", 0.0, 1.0)
     nearest = min(

@@ -32,11 +32,11 @@ from hatch_epcontext.worker.synthetic import (
     patterns,
 )
 
-STEPS = 8
-"""The steps of a recurrent model with its own states: errors grow from step to step."""
+FRAMES = 8
+"""How often a recurrent model runs with its own states, one frame a run: errors grow from frame to frame."""
 
-_MANY_STEPS = 16
-"""The same for one of several natures, for lasting states: an EP's errors in each step add up."""
+_MANY_FRAMES = 16
+"""The same for one of several natures, for lasting states: an EP's errors in each frame add up."""
 
 _MAX_BYTES = 2**25
 """Bytes of one sample above which there is only the first: all are in memory at once."""
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sample:
-    """Dummy inputs of one run, or of several ``steps`` in which states are fed back: the first step has them.
+    """Dummy inputs of one run, or of several ``frames``. The first has states, which are fed back then.
 
     ``name`` describes them, such as ``"tone at 0.01"``; a single sample from files is ``"given"``, and each
     of several has its name from `read_samples`. ``nature``: the name without the level. ``usual``: whether
@@ -74,15 +74,15 @@ class Sample:
     """
 
     name: str
-    steps: tuple[Arrays, ...]
+    frames: tuple[Arrays, ...]
     nature: str = ""
     usual: bool = True
     far: tuple[str, ...] = ()
 
     @property
     def feeds(self) -> Arrays:
-        """The inputs of the first step."""
-        return self.steps[0]
+        """The inputs of the first frame."""
+        return self.frames[0]
 
 
 def number_of_samples(multiply_adds: int) -> int:
@@ -92,9 +92,9 @@ def number_of_samples(multiply_adds: int) -> int:
     return int(min(MANY, max(few, _BUDGET / cost)))
 
 
-def number_of_steps(multiply_adds: int) -> int:
-    """The number of steps in the longest sample of a recurrent model that needs so many for one step."""
-    return int(min(_MANY_STEPS, max(STEPS, _BUDGET / FEW_SAMPLES / max(multiply_adds, 1))))
+def number_of_frames(multiply_adds: int) -> int:
+    """The number of frames in the longest sample of a recurrent model that needs so many for one frame."""
+    return int(min(_MANY_FRAMES, max(FRAMES, _BUDGET / FEW_SAMPLES / max(multiply_adds, 1))))
 
 
 def samples(
@@ -107,9 +107,9 @@ def samples(
 ) -> tuple[Sample, ...]:
     """Return different samples, the first of which is what `dummy_inputs` returns.
 
-    Their number follows from the ``multiply_adds`` of one step, up to ``most``. There is only one if the
+    Their number follows from the ``multiply_adds`` of one frame, up to ``most``. There is only one if the
     inputs of ``model`` are zeros or ones, or if a sample is large; of given files the first `MAX_GIVEN` are
-    used. If there are ``states``, sequences of steps are added. ``ranges``: of the numeric inputs. Raises
+    used. If there are ``states``, sequences of frames are added. ``ranges``: of the numeric inputs. Raises
     ModelError as `dummy_inputs` does.
     """
     kind = model.validate.inputs
@@ -123,17 +123,17 @@ def samples(
     result = [Sample(kind, (first,), kind)]
     if kind != "random":
         if states:
-            steps = _same_steps(first, states, begin=True)
-            result.append(Sample(f"{STEPS} steps", steps, kind))
+            frames = _same_frames(first, states, begin=True)
+            result.append(Sample(f"{FRAMES} frames", frames, kind))
         return tuple(result)
     if sum(array.nbytes for array in first.values()) > _MAX_BYTES:
         return tuple(result)
-    number = min(most, number_of_samples(multiply_adds * (STEPS if states else 1)))
+    number = min(most, number_of_samples(multiply_adds * (FRAMES if states else 1)))
     result += itertools.islice(
         _varied(result[0], sized(inputs, model), ranges, states or {}), number - 1
     )
     if states:
-        result[1:1] = _mixed(result, states, number_of_steps(multiply_adds))
+        result[1:1] = _mixed(result, states, number_of_frames(multiply_adds))
     most_far = max(2, number // MAX_FAR)
     far = _far(sized(inputs, model), ranges, states or {})
     return (*result, *itertools.islice(far, min(MAX_FAR, most_far)))
@@ -148,7 +148,7 @@ def _varied(
     """Yield samples of all patterns that differ from ``first`` and from each other."""
     of_inputs = [ranges.get(tensor.name) or assumed_range(tensor) for tensor in inputs]
     is_open = any(range_.is_open and range_.usual is None for range_ in of_inputs)
-    seen = {_digest(first.steps)}
+    seen = {_digest(first.frames)}
     natures: set[str] = set()
     names: Counter[str] = Counter()
     has_sound = any(range_.sound for range_ in of_inputs)
@@ -158,18 +158,18 @@ def _varied(
         if pattern == RANDOM and not states:
             continue
         nature = pattern.nature(of_inputs)
-        # How errors grow depends on the nature; each level gets only one step.
-        count = 1 if nature in natures else STEPS
+        # How errors grow depends on the nature; each level gets only one frame.
+        count = 1 if nature in natures else FRAMES
         natures.add(nature)
-        steps = _steps(pattern, inputs, ranges, generator(index), states, count)
-        if (digest := _digest(steps)) in seen:
+        frames = _frames(pattern, inputs, ranges, generator(index), states, count)
+        if (digest := _digest(frames)) in seen:
             continue
         seen.add(digest)
         name = f"{nature} at {pattern.level:g}" if is_open else nature
         names[name] += 1
         if names[name] > 1:
             name = f"{name} ({names[name]})"
-        yield Sample(name, steps, nature, pattern.usual or not is_open)
+        yield Sample(name, frames, nature, pattern.usual or not is_open)
 
 
 def _far(
@@ -193,7 +193,7 @@ def _far(
     separate = [dict(floats[number::room]) for number in range(min(room, len(floats)))]
     for number, group in enumerate((*groups, *separate)):
         rng = generator(MANY + number)
-        (feeds,) = _steps(RANDOM, inputs, ranges, rng, states, 1)
+        (feeds,) = _frames(RANDOM, inputs, ranges, rng, states, 1)
         by_name = {tensor.name: tensor for tensor in inputs}
         feeds = {**feeds, **{n: far_values(by_name[n], far, rng) for n, far in group.items()}}
         names = tuple(tensor.name for tensor in inputs if tensor.name in group)
@@ -201,15 +201,15 @@ def _far(
 
 
 def _mixed(samples: Sequence[Sample], states: Mapping[str, str], number: int) -> Iterator[Sample]:
-    """One sample of ``number`` steps, with the natures that an app can have one after the other."""
-    usual = [sample for sample in samples if sample.usual and len(sample.steps) > 1]
-    steps = [step for sample in usual for step in sample.steps][:number]
-    if len(steps) > STEPS:
-        rest = [{n: a for n, a in step.items() if n not in states} for step in steps[1:]]
-        yield Sample(f"{len(steps)} steps", (steps[0], *rest), "mixed")
+    """One sample of ``number`` frames, with the natures that an app can have one after the other."""
+    usual = [sample for sample in samples if sample.usual and len(sample.frames) > 1]
+    frames = [frame for sample in usual for frame in sample.frames][:number]
+    if len(frames) > FRAMES:
+        rest = [{n: a for n, a in frame.items() if n not in states} for frame in frames[1:]]
+        yield Sample(f"{len(frames)} frames", (frames[0], *rest), "mixed")
 
 
-def _steps(
+def _frames(
     pattern: Pattern,
     inputs: Sequence[TensorFacts],
     ranges: Mapping[str, Range],
@@ -219,27 +219,27 @@ def _steps(
 ) -> tuple[Arrays, ...]:
     if not states:
         return (generated_inputs(pattern, inputs, ranges, rng),)
-    whole = generated_inputs(pattern, inputs, ranges, rng, steps=count)
+    whole = generated_inputs(pattern, inputs, ranges, rng, frames=count)
     rest = {name: array for name, array in whole.items() if name not in states}
     # As an app starts.
     first = {name: np.zeros_like(array[0]) for name, array in whole.items() if name in states}
     return tuple(
-        {**(first if step == 0 else {}), **{name: array[step] for name, array in rest.items()}}
-        for step in range(count)
+        {**(first if frame == 0 else {}), **{name: array[frame] for name, array in rest.items()}}
+        for frame in range(count)
     )
 
 
-def _same_steps(first: Arrays, states: Mapping[str, str], *, begin: bool) -> tuple[Arrays, ...]:
-    """The same inputs in each step; with ``begin`` states start with zeros, as in an app."""
+def _same_frames(first: Arrays, states: Mapping[str, str], *, begin: bool) -> tuple[Arrays, ...]:
+    """The same inputs in each frame; with ``begin`` states start with zeros, as in an app."""
     rest = {name: array for name, array in first.items() if name not in states}
     zeros = {name: np.zeros_like(first[name]) for name in states if begin and name in first}
-    return ({**first, **zeros}, *[rest] * (STEPS - 1))
+    return ({**first, **zeros}, *[rest] * (FRAMES - 1))
 
 
 def sequences(samples: Sequence[Sample], states: Mapping[str, str]) -> list[Sample]:
-    """Return the sequences of steps in ``samples``; if there are none, one sequence of the same inputs.
+    """Return the sequences of frames in ``samples``; if there are none, one sequence of the same inputs.
 
-    ``speech-1`` and ``speech-2`` are consecutive steps of a recurrent model; ``speech-4`` starts a new
+    ``speech-1`` and ``speech-2`` are consecutive frames of a recurrent model; ``speech-4`` starts a new
     sequence.
     """
     started: list[tuple[Sample, list[Arrays]]] = []
@@ -252,20 +252,20 @@ def sequences(samples: Sequence[Sample], states: Mapping[str, str]) -> list[Samp
         elif place:
             started.append((sample, [sample.feeds]))
         before = place
-    steps = _same_steps(samples[0].feeds, states, begin=False)
+    frames = _same_frames(samples[0].feeds, states, begin=False)
     return [
-        Sample(f"{len(steps)} steps from {first.name!r}", tuple(steps), first.name)
-        for first, steps in started
-        if len(steps) > 1
-    ] or [Sample(f"{STEPS} steps", steps, samples[0].nature)]
+        Sample(f"{len(frames)} frames from {first.name!r}", tuple(frames), first.name)
+        for first, frames in started
+        if len(frames) > 1
+    ] or [Sample(f"{FRAMES} frames", frames, samples[0].nature)]
 
 
-def _digest(steps: Sequence[Arrays]) -> int:
+def _digest(frames: Sequence[Arrays]) -> int:
     return hash(
         tuple(
             array.tobytes() if array.dtype != object else str(array.tolist())
-            for step in steps
-            for array in step.values()
+            for frame in frames
+            for array in frame.values()
         )
     )
 

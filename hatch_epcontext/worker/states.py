@@ -1,4 +1,4 @@
-"""The states of recurrent models: inputs to which the app feeds an output of the step before."""
+"""The states of recurrent models: inputs to which the app feeds an output of the frame before."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CACHES: Mapping[str, Sequence[int]] = {
     "GroupQueryAttention": (3, 4),
     "MultiHeadAttention": (6, 7),
 }
-"""For each attention the inputs with the keys and values of earlier steps. The app moves on in them, so that
+"""For each attention the inputs with the keys and values of earlier frames. The app moves on in them, so that
 fed back at one position they are no states."""
 
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
@@ -42,7 +42,7 @@ _TIMES = frozenset(
     {*("in", "out", "input", "output", "prev", "previous", "last", "next", "new", "init")}
     | {*("initial", "first", "past", "present", "n", "t", "0")}
 )
-"""Words in names for a state before a step, or after it."""
+"""Words in names for a state before a frame, or after it."""
 
 _ACTIVATIONS = ("hidden", "states")
 """What the layers of a transformer pass on is called so, though it is no state."""

@@ -245,7 +245,7 @@ _PICTURES: Mapping[str, _Picture] = {
     ),
     "white": _flat(1.0),
     "dark noise": lambda shape, rng: 0.05 * rng.uniform(size=shape),
-    # Not in the middle between two steps of eight bits.
+    # Not in the middle between two numbers of eight bits.
     "grey": _flat(128 / 255),
     "spot": lambda shape, rng: _spike(math.prod(shape), rng).reshape(shape),
     "sorted": lambda shape, rng: np.sort(rng.uniform(size=math.prod(shape))).reshape(shape),

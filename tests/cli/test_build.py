@@ -106,7 +106,7 @@ def test_the_report_has_failed_and_successful_jobs(
     assert "b -> one (cpu): FAILED" in printed.splitlines()
 
 
-def test_verbose_prints_the_steps_of_workers(cli: Cli, app_project: Path) -> None:
+def test_verbose_prints_what_workers_do(cli: Cli, app_project: Path) -> None:
     printed = cli("build", app_project, "-v", "--target", "one").stderr.splitlines()
     assert "a -> one: compile ..." in printed
     assert "a -> one: validation: validate ..." in printed

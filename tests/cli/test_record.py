@@ -42,7 +42,7 @@ image.run(None, {name: np.zeros((3, 1, 8, 8), np.float32)})
 rng = np.random.default_rng(0)
 for stream in range(2):
     h = c = np.zeros((1, 1, 4), np.float32)
-    for step in range(5):
+    for frame in range(5):
         x = rng.standard_normal((2, 1, 3)).astype(np.float32)
         c, h = speech.run(None, {"x": x, "h0": h, "c0": c})
 print("the app has run", *sys.argv[1:])
@@ -77,7 +77,7 @@ def test_the_samples_of_an_app_are_kept_and_validate_its_models(
     assert 1.0 in images
     assert max(images) > 2.0**15
     files = {file.stem.partition("-")[2]: file for file in (samples / "speech").glob("*.npz")}
-    assert set(files) == {f"{sample}-{step}" for sample in (0, 1) for step in range(1, 6)}
+    assert set(files) == {f"{sample}-{frame}" for sample in (0, 1) for frame in range(1, 6)}
     assert not arrays(files["1-1"])["h0"].any()
     assert arrays(files["1-2"])["h0"].any()
     assert "image: kept 8 samples" in printed

@@ -37,8 +37,8 @@ def doubled(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 def chain(*operators: str) -> onnx.ModelProto:
     """``y`` (float, 2) made of ``x`` by ``operators``, one after the other."""
     names = ["x", *(f"v{index}" for index in range(len(operators) - 1)), "y"]
-    steps = zip(operators, names, names[1:], strict=False)
-    nodes = " ".join(f"[{op}] {b} = {op} ({a})" for op, a, b in steps)
+    links = zip(operators, names, names[1:], strict=False)
+    nodes = " ".join(f"[{op}] {b} = {op} ({a})" for op, a, b in links)
     return parsed(f"(float[2] x) => (float[2] y) {{ {nodes} }}")
 
 

@@ -79,7 +79,7 @@ def test_a_loop_that_does_not_end_is_stopped_with_what_it_did(tmp_path: Path) ->
     (problem,) = raised.value.problems
     assert problem.kind is Kind.WORKER_TIMEOUT
     # A slow machine may not even have begun.
-    step = tmp_path / "prepare" / "step"
-    done = step.read_text(encoding="utf-8") if step.exists() else ""
+    activity = tmp_path / "prepare" / "activity"
+    done = activity.read_text(encoding="utf-8") if activity.exists() else ""
     assert done in ("", "reading the model", "opening the source model on the CPU", RUNNING)
     assert not done or f"after 1 seconds while {done} (for " in problem.message

@@ -40,7 +40,7 @@ OUTPUTS = """(float[4, 8] x) => (float[4, 8] a, float[4, 8] b, float[4, 8] c) {
 OFF = {"validate": {"tolerance": False}}
 
 CASES: Mapping[str, tuple[onnx.ModelProto, dict[str, Any], dict[str, Any], str]] = {
-    "layer": (recurrent("LSTM", steps=9, activations=["HardSigmoid", "Tanh", "Tanh"]),
+    "layer": (recurrent("LSTM", length=9, activations=["HardSigmoid", "Tanh", "Tanh"]),
               {"unroll-limit": 20}, {}, "unroll-limit"),
     "loop": (parsed(LOOP), {"unroll-limit": 0}, {}, "unroll-limit"),
     "between": (with_refused(), {}, {}, "min-coverage"),

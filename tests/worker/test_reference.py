@@ -98,22 +98,22 @@ def test_integers_that_nothing_bounds_are_bytes(tmp_path: Path) -> None:
 def test_states_are_fed_back(tmp_path: Path) -> None:
     made = lstm()
     spec, expected = referred(made, tmp_path)
-    steps = expected.runs[2]
-    assert (len(steps.steps), steps.on_target) == (8, True)
-    assert not steps.steps[0]["h0"].any()
-    assert set(steps.steps[1]) == {"x"}
-    check_second_step(spec, steps)
+    sequence = expected.runs[2]
+    assert (len(sequence.frames), sequence.on_target) == (8, True)
+    assert not sequence.frames[0]["h0"].any()
+    assert set(sequence.frames[1]) == {"x"}
+    check_second_frame(spec, sequence)
 
 
-def check_second_step(spec: Model, steps: ReferenceRun) -> None:
+def check_second_frame(spec: Model, sequence: ReferenceRun) -> None:
     """It has the states that the first one gives."""
     session = open_session(Path(spec.path), cpu_options())
-    states = {"h0": steps.outputs[0]["h1"], "c0": steps.outputs[0]["c1"]}
-    second = session.run(["h1"], {**steps.steps[1], **states})[0]
-    assert np.array_equal(second, steps.outputs[1]["h1"])
+    states = {"h0": sequence.outputs[0]["h1"], "c0": sequence.outputs[0]["c1"]}
+    second = session.run(["h1"], {**sequence.frames[1], **states})[0]
+    assert np.array_equal(second, sequence.outputs[1]["h1"])
 
 
-def save_steps(folder: Path, *names: str) -> Path:
+def save_frames(folder: Path, *names: str) -> Path:
     rng = np.random.default_rng(0)
     folder.mkdir()
     for name in names:
@@ -137,15 +137,15 @@ def test_given_samples_are_all_run_and_eight_of_them_on_the_target(tmp_path: Pat
     assert difference.run.name == "7"
 
 
-def test_given_steps_are_run_with_the_states_of_the_model(tmp_path: Path) -> None:
+def test_given_frames_are_run_with_the_states_of_the_model(tmp_path: Path) -> None:
     made = lstm()
-    given = save_steps(tmp_path / "samples", "a-1", "a-2", "a-3", "b-1", "b-2")
+    given = save_frames(tmp_path / "samples", "a-1", "a-2", "a-3", "b-1", "b-2")
     spec, expected = referred(made, tmp_path, validate=ValidateTable(inputs=str(given)))
-    on_target = [(run.name, len(run.steps)) for run in expected.runs if run.on_target]
-    assert on_target == [("a-1", 1), ("3 steps from 'a-1'", 3), ("2 steps from 'b-1'", 2)]
-    steps = expected.runs[-1]
-    assert steps.steps[0]["h0"].any()
-    check_second_step(spec, steps)
+    on_target = [(run.name, len(run.frames)) for run in expected.runs if run.on_target]
+    assert on_target == [("a-1", 1), ("3 frames from 'a-1'", 3), ("2 frames from 'b-1'", 2)]
+    sequence = expected.runs[-1]
+    assert sequence.frames[0]["h0"].any()
+    check_second_frame(spec, sequence)
 
 
 def test_a_given_sample_that_the_model_refuses_is_an_error(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_given_sample_that_the_model_refuses_is_an_error(tmp_path: Path) -> No
         referred(made, tmp_path, validate=given)
 
 
-def test_errors_that_grow_from_step_to_step_are_found(tmp_path: Path) -> None:
+def test_errors_that_grow_from_frame_to_frame_are_found(tmp_path: Path) -> None:
     def counter(rate: float) -> onnx.ModelProto:
         return parsed(
             """(float[1, 40] x, float[1, 40] state) => (float[1, 40] next) {
@@ -174,9 +174,9 @@ def test_errors_that_grow_from_step_to_step_are_found(tmp_path: Path) -> None:
     difference = check(counter(2.1), expected, tmp_path).difference
     assert difference is not None
     (item,) = explain(difference, HALF, Subject(spec), expected.facts)
-    assert re.search(r"in step \d+ of .*, with its own states", item.agreement.reason or "")
+    assert re.search(r"in frame \d+ of .*, with its own states", item.agreement.reason or "")
     spec, alone = referred(counter(2.0), tmp_path)
-    assert not any(len(run.steps) > 1 for run in alone.runs)
+    assert not any(len(run.frames) > 1 for run in alone.runs)
     assert check(counter(2.1), alone, tmp_path).difference is None
 
 
@@ -260,7 +260,7 @@ def test_a_reference_is_kept_in_a_file(tmp_path: Path, name: str) -> None:
     assert found.facts == expected.facts
     for one, other in zip(found.runs, expected.runs, strict=True):
         assert (one.name, one.usual, one.on_target) == (other.name, other.usual, other.on_target)
-        for a, b in zip((*one.steps, *one.outputs), (*other.steps, *other.outputs), strict=True):
+        for a, b in zip((*one.frames, *one.outputs), (*other.frames, *other.outputs), strict=True):
             assert a.keys() == b.keys()
             assert all(np.array_equal(a[name], b[name]) for name in a)
 

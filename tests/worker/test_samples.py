@@ -14,8 +14,8 @@ from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.worker.samples import (
     MAX_GIVEN,
     Sample,
+    number_of_frames,
     number_of_samples,
-    number_of_steps,
     run_samples,
     samples,
     sequences,
@@ -122,26 +122,26 @@ def test_ids_have_the_special_tokens() -> None:
     assert len({*by_nature["all the same"]}) == 1
 
 
-def test_states_are_zero_in_the_first_step_and_fed_back_then() -> None:
+def test_states_are_zero_in_the_first_frame_and_fed_back_then() -> None:
     ranges = {"x": OPEN, "h": OPEN}
     inputs = [X, TensorFacts("h", "float32", (1, 4))]
     first, second, third, *_ = samples(inputs, spec(), ranges, 10**6, {"h": "h1"})
-    assert len(first.steps) == 1
-    assert [*second.steps[0]] == ["h", "x"] or [*second.steps[0]] == ["x", "h"]
-    assert not second.steps[0]["h"].any()
-    assert all([*each] == ["x"] for each in second.steps[1:])
-    assert (len(second.steps), second.name, len(third.steps)) == (16, "16 steps", 8)
-    assert np.array_equal(second.steps[3]["x"], third.steps[3]["x"])
-    assert sum("h" in each for each in second.steps) == 1
-    assert not np.array_equal(second.steps[0]["x"], second.steps[1]["x"])
+    assert len(first.frames) == 1
+    assert [*second.frames[0]] == ["h", "x"] or [*second.frames[0]] == ["x", "h"]
+    assert not second.frames[0]["h"].any()
+    assert all([*each] == ["x"] for each in second.frames[1:])
+    assert (len(second.frames), second.name, len(third.frames)) == (16, "16 frames", 8)
+    assert np.array_equal(second.frames[3]["x"], third.frames[3]["x"])
+    assert sum("h" in each for each in second.frames) == 1
+    assert not np.array_equal(second.frames[0]["x"], second.frames[1]["x"])
 
 
 @pytest.mark.parametrize(
-    ("cost", "steps", "number"),
+    ("cost", "frames", "number"),
     [(1, 16, 80), (4 * 10**7, 12, 80), (10**8, 8, 40), (10**11, 8, 8), (10**13, 8, 2)],
 )
-def test_costly_models_get_fewer_steps_and_samples(cost: int, steps: int, number: int) -> None:
-    assert (number_of_steps(cost), number_of_samples(cost)) == (steps, number)
+def test_costly_models_get_fewer_frames_and_samples(cost: int, frames: int, number: int) -> None:
+    assert (number_of_frames(cost), number_of_samples(cost)) == (frames, number)
 
 
 def test_equal_samples_are_left_out() -> None:
@@ -176,11 +176,11 @@ def test_an_archive_of_very_many_samples_is_read_in_part(tmp_path: Path) -> None
     assert [found[0].name, found[-1].name] == ["all[0]", f"all[{MAX_GIVEN - 1}]"]
 
 
-def test_consecutive_numbers_are_the_steps_of_a_sequence() -> None:
+def test_consecutive_numbers_are_the_frames_of_a_sequence() -> None:
     names = ["a-1", "a-2", "a-4", "a-5", "a-6", "b-7", "c", "a-b"]
     given = [Sample(name, ({"x": np.full(1, index)},), name) for index, name in enumerate(names)]
     found = [
-        (each.nature, [int(feeds["x"].astype(int)[0]) for feeds in each.steps])
+        (each.nature, [int(feeds["x"].astype(int)[0]) for feeds in each.frames])
         for each in sequences(given, {"h": "h1"})
     ]
     assert found == [("a-1", [0, 1]), ("a-4", [2, 3, 4])]

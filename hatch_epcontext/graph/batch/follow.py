@@ -199,15 +199,15 @@ class _Follower:
         """The results of a Scan."""
         body, count = graph.attribute(node, "body", None), graph.number(node, "num_scan_inputs", 0)
         names, outputs = ([value.name for value in values] for values in (body.input, body.output))
-        states, steps = names[: len(names) - count], None
+        states, length = names[: len(names) - count], None
         for first, name in zip(node.input, names, strict=True):
             self._copy(first, name)
         axes = graph.attribute(node, "scan_input_axes", [0] * count)
         for name, axis in zip(names[len(states) :], axes, strict=True):
-            steps = self._take(name, axis)
+            length = self._take(name, axis)
         self.follow(body)
         axes = graph.attribute(node, "scan_output_axes", [0] * (len(outputs) - len(states)))
-        return self._repeated(node, states, outputs, axes, steps)
+        return self._repeated(node, states, outputs, axes, length)
 
     def _repeated(
         self,
@@ -215,7 +215,7 @@ class _Follower:
         states: Sequence[str],
         outputs: Sequence[str],
         axes: Sequence[int],
-        steps: int | None,
+        length: int | None,
     ) -> Mapping[str, Batch]:
         """The results of a ``node`` whose body has the ``outputs``: first the ``states``, which must stay as
         they were, then parts along ``axes``.
@@ -227,7 +227,7 @@ class _Follower:
         for number, (name, output) in enumerate(zip(node.output, outputs, strict=True)):
             self._copy(output, name)
             if name and number >= len(states):
-                self._insert(name, axes[number - len(states)], steps)
+                self._insert(name, axes[number - len(states)], length)
         return {name: self.batches[name] for name in node.output if name in self.batches}
 
     def _copy(self, value: str, name: str) -> None:

@@ -204,9 +204,9 @@ def _concat(call: Call) -> Batch:
 
 def _slice(call: Call) -> Batch:
     batch = call.batches[0]
-    for axis, (start, end, step) in sections(call.node, call.numbers):
+    for axis, (start, end, stride) in sections(call.node, call.numbers):
         if batch is not None and axis % call.rank == batch.axis:
-            is_whole = int(start.of_rows) == 0 and int(step.of_rows) == 1
+            is_whole = int(start.of_rows) == 0 and int(stride.of_rows) == 1
             if not is_whole or int(end.of_rows) < _size(call.shapes[0][batch.axis]):
                 return MIXED
         elif not (start.is_fixed and end.is_fixed):

@@ -75,7 +75,7 @@ def compute(
 def sections(
     node: onnx.NodeProto, operands: Sequence[Numbers | None]
 ) -> Iterator[tuple[int, tuple[Numbers, Numbers, Numbers]]]:
-    """Each axis that a Slice cuts, with start, end and step. Raises ValueError if they are not known."""
+    """Each axis that a Slice cuts, with start, end and stride. Raises ValueError if they are not known."""
 
     def numbers(name: str, number: int) -> Numbers | None:
         if number < len(node.input) and node.input[number]:
@@ -90,11 +90,11 @@ def sections(
         raise ValueError(node.name)
     count = starts.fixed.size
     axes = numbers("axes", 3) or Numbers.of(np.arange(count))
-    steps = numbers("steps", 4) or Numbers.of(np.ones(count, np.int64))
+    strides = numbers("steps", 4) or Numbers.of(np.ones(count, np.int64))
     for i in range(count):
-        cut = (Numbers(n.fixed.ravel()[i], n.per_row.ravel()[i]) for n in (starts, ends, steps))
-        start, end, step = cut
-        yield int(axes.fixed.ravel()[i]), (start, end, step)
+        cut = (Numbers(n.fixed.ravel()[i], n.per_row.ravel()[i]) for n in (starts, ends, strides))
+        start, end, stride = cut
+        yield int(axes.fixed.ravel()[i]), (start, end, stride)
 
 
 def _move(

@@ -375,15 +375,15 @@ def cast_as_dequantize(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
 @rewrites("Slice")
 def slice_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Slice with a computed start and a known length, along one axis."""
-    value, start, _, axes_name, steps = graph.operands(node, 5)
+    value, start, _, axes_name, strides = graph.operands(node, 5)
     if not start or scope.constant(start) is not None:
         return None
     shape, result, starts = (scope.shape(name) for name in (value, node.output[0], start))
     dtype = scope.dtype(start)
-    step = scope.constant(steps) if steps else np.array([1])
+    stride = scope.constant(strides) if strides else np.array([1])
     axes = scope.constant(axes_name) if axes_name else np.arange(starts[0] if starts else 1)
-    if axes is None or step is None or dtype is None:
-        return Declined("its axes or its steps are computed")
+    if axes is None or stride is None or dtype is None:
+        return Declined("its axes or its strides are computed")
     if axes.size != 1:
         return Declined(f"its start has {axes.size} axes")
     if shape is None:
@@ -391,7 +391,7 @@ def slice_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     if result is None:
         return Declined("the length of its result is not fixed")
     axis = int(axes[0]) % len(shape)
-    offsets = np.arange(result[axis], dtype=dtype) * step.astype(dtype)
+    offsets = np.arange(result[axis], dtype=dtype) * stride.astype(dtype)
     # Starts may be negative: a slice beyond the end would be shorter.
     indices = builder.add("Add", start, builder.store(offsets))
     return [builder.add("Gather", value, indices, axis=axis)]

@@ -88,9 +88,9 @@ def reverse_sequence_as_gather(node: onnx.NodeProto, scope: Scope, builder: Buil
     if shape is None:
         return Declined(f"the shape of {value!r} is not fixed")
     time, batch = graph.number(node, "time_axis", 0) % 2, graph.number(node, "batch_axis", 1) % 2
-    steps, count = shape[time], shape[batch]
-    rows = np.arange(steps, dtype=np.int64).reshape(-1, 1)
-    offsets = np.arange(count, dtype=np.int64) * (1 if time == 0 else steps)
+    length, count = shape[time], shape[batch]
+    rows = np.arange(length, dtype=np.int64).reshape(-1, 1)
+    offsets = np.arange(count, dtype=np.int64) * (1 if time == 0 else length)
     factor = count if time == 0 else 1
     if lengths is not None and lengths.size and (lengths == lengths[0]).all():
         numbers = np.where(rows < lengths[0], lengths[0] - 1 - rows, rows).reshape(-1)
@@ -108,7 +108,7 @@ def reverse_sequence_as_gather(node: onnx.NodeProto, scope: Scope, builder: Buil
         number = builder.add("Add", number, builder.store(offsets))
         number = number if time == 0 else builder.transpose(number, [1, 0])
         index = builder.reshape(number, [-1])
-    flat = builder.reshape(value, [steps * count, math.prod(shape[2:])])
+    flat = builder.reshape(value, [length * count, math.prod(shape[2:])])
     return [builder.reshape(builder.add("Gather", flat, index, axis=0), shape)]
 
 

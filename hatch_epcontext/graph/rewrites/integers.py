@@ -75,8 +75,10 @@ def _modulo(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     zero = builder.number(0)
     is_signed, is_negative = (limits(name, scope)[0] < 0 for name in node.input)
     size = builder.add("Abs", value) if is_signed else value
-    step = builder.add("Abs", divisor) if is_negative else divisor
-    rest = builder.add("Sub", size, builder.add("Mul", builder.add("Div", size, step), step))
+    divisor_size = builder.add("Abs", divisor) if is_negative else divisor
+    rest = builder.add(
+        "Sub", size, builder.add("Mul", builder.add("Div", size, divisor_size), divisor_size)
+    )
     if is_signed:
         negative = builder.add("Less", value, zero)
         rest = builder.add("Where", negative, builder.add("Sub", zero, rest), rest)

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN as the matrix products and functions of each step, and without default attributes."""
+"""LSTM, GRU and RNN as the matrix products and functions of each position, and without default attributes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FLAT = 20.0
 """Where sigmoid and tanh are flat in float32. QNN's HTP fuses a sum with the function after it: with errors
 of 0.007, and wrong if Split follows; a Clip at this value between them prevents that."""
 
-Step = Callable[[str, Sequence[str]], list[str]]
+Cell = Callable[[str, Sequence[str]], list[str]]
 """From the input's part of the gates (batch x gates * hidden) and the states to the new states."""
 
 
@@ -36,7 +36,7 @@ class _Layer:
 
     node: onnx.NodeProto
     builder: Builder
-    steps: int
+    length: int
     batch: int
     hidden: int
     directions: int
@@ -69,9 +69,9 @@ class _Layer:
         """``value`` in ``count`` parts of the hidden size."""
         return self.builder.split(value, axis, [self.hidden] * count)
 
-    def per_step(self, value: str) -> list[str]:
-        """The rows of ``value``, (steps * batch) x anything, of each step."""
-        return self.builder.split(value, 0, [self.batch] * self.steps)
+    def per_position(self, value: str) -> list[str]:
+        """The rows of ``value``, (length * batch) x anything, of each position."""
+        return self.builder.split(value, 0, [self.batch] * self.length)
 
 
 def _named_activations(node: onnx.NodeProto) -> list[str]:
@@ -120,7 +120,7 @@ def drop_default_activations(node: onnx.NodeProto, scope: Scope, builder: Builde
 
 @rewrites(*_GATES)
 def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The products and functions of each step. Raises TooManyNodesError."""
+    """The products and functions of each position. Raises TooManyNodesError."""
     layer = _layer(node, scope, builder)
     if isinstance(layer, Declined):
         return layer
@@ -130,13 +130,13 @@ def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     rows, within = _rows(layer), _within(layer, scope)
     sequences, last = list[list[str]](), list[list[str]]()
     for direction, of_direction in enumerate(functions):
-        step, states, fixed = _PREPARE[node.op_type](layer, direction, of_direction)
+        run, states, fixed = _PREPARE[node.op_type](layer, direction, of_direction)
         backward = direction == 1 or graph.attribute(node, "direction", b"forward") == b"reverse"
         gates = _input_part(layer, rows, direction, fixed)
-        order = range(layer.steps)[::-1] if backward else range(layer.steps)
-        hidden = [""] * layer.steps
+        order = range(layer.length)[::-1] if backward else range(layer.length)
+        hidden = [""] * layer.length
         for at in order:
-            new = step(gates[at], states)
+            new = run(gates[at], states)
             if not within:
                 states, hidden[at] = new, new[0]
                 continue
@@ -155,7 +155,7 @@ def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | Dec
         "its input and forget gates are coupled": graph.number(node, "input_forget", 0),
         "it clips its gates": graph.attribute(node, "clip", 0.0),
         # Nor does ONNX Runtime's CPU run it.
-        "its batch comes before its steps": graph.number(node, "layout", 0),
+        "its batch comes first": graph.number(node, "layout", 0),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -163,28 +163,28 @@ def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | Dec
     x, r = (scope.sizes(name) or () for name in (node.input[0], node.input[2]))
     if len(x) != 3 or len(r) != 3 or scope.dtype(node.input[0]) is None:
         return Declined("the type of its input or of its weights is not known")
-    (steps, batch), hidden = x[:2], r[2]
+    (length, batch), hidden = x[:2], r[2]
     both = graph.attribute(node, "direction", b"forward") == b"bidirectional"
-    if not (steps and batch and hidden):
-        return Declined("its number of steps or its batch is not fixed")
-    return _Layer(node, builder, steps, batch, hidden, 1 + both)
+    if not (length and batch and hidden):
+        return Declined("its length or its batch is not fixed")
+    return _Layer(node, builder, length, batch, hidden, 1 + both)
 
 
 def _within(layer: _Layer, scope: Scope) -> list[str]:
-    """For each step 1 for the sequences that have it, else 0 (batch x 1); empty if all have all steps."""
+    """For each position 1 for the sequences that have it, else 0 (batch x 1); empty if all have all."""
     if not (name := graph.operand(layer.node, 4)):
         return []
     lengths = scope.constant(name)
-    if lengths is not None and (lengths == layer.steps).all():
+    if lengths is not None and (lengths == layer.length).all():
         return []
     builder = layer.builder
     dtype = helper.np_dtype_to_tensor_dtype(builder.dtype)
     # Less of opsets before 9 has no integers.
     ends = builder.add("Cast", name, to=dtype)
-    steps = np.tile(np.arange(layer.steps).reshape(-1, 1), (1, layer.batch))
-    less = builder.add("Less", builder.store(steps.astype(builder.dtype)), ends)
+    positions = np.tile(np.arange(layer.length).reshape(-1, 1), (1, layer.batch))
+    less = builder.add("Less", builder.store(positions.astype(builder.dtype)), ends)
     value = builder.add("Cast", less, to=dtype)
-    return layer.per_step(builder.reshape(value, [layer.steps * layer.batch, 1]))
+    return layer.per_position(builder.reshape(value, [layer.length * layer.batch, 1]))
 
 
 def _select(layer: _Layer, within: str, new: str, old: str) -> str:
@@ -194,15 +194,15 @@ def _select(layer: _Layer, within: str, new: str, old: str) -> str:
 
 
 def _rows(layer: _Layer) -> str:
-    """The input as a matrix, (steps * batch) x features, all values of a step together."""
+    """The input as a matrix, (length * batch) x features, all values of a position together."""
     # -1 stands for the features, the one size that may be unknown.
-    return layer.builder.reshape(layer.node.input[0], [layer.steps * layer.batch, -1])
+    return layer.builder.reshape(layer.node.input[0], [layer.length * layer.batch, -1])
 
 
 def _input_part(layer: _Layer, rows: str, direction: int, fixed: str) -> list[str]:
-    """What the input adds to the gates in each step; ``fixed`` is the bias, or empty."""
+    """What the input adds to the gates at each position; ``fixed`` is the bias, or empty."""
     value = layer.add("MatMul", rows, layer.weight(1, direction))
-    return layer.per_step(layer.add("Add", value, fixed) if fixed else value)
+    return layer.per_position(layer.add("Add", value, fixed) if fixed else value)
 
 
 def _biases(layer: _Layer, direction: int) -> tuple[str, str]:
@@ -220,11 +220,11 @@ def _bias(layer: _Layer, direction: int) -> str:
     return layer.add("Add", first, second) if first else ""
 
 
-def _lstm(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step, list[str], str]:
+def _lstm(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Cell, list[str], str]:
     f, g, h = functions
     weight = layer.weight(2, direction)
 
-    def step(inputs: str, states: Sequence[str]) -> list[str]:
+    def run(inputs: str, states: Sequence[str]) -> list[str]:
         hidden, cell = states
         gates = layer.add("Add", inputs, layer.add("MatMul", hidden, weight))
         *parts, c = layer.parts(gates, 1, 4)
@@ -234,10 +234,10 @@ def _lstm(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step
         return [layer.add("Mul", o, layer.of_sum(h, cell)), cell]
 
     states = [layer.state(5, direction), layer.state(6, direction)]
-    return step, states, _bias(layer, direction)
+    return run, states, _bias(layer, direction)
 
 
-def _gru(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step, list[str], str]:
+def _gru(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Cell, list[str], str]:
     f, g = functions
     sizes = [2 * layer.hidden, layer.hidden]
     weight = layer.of_direction(2, direction)
@@ -258,7 +258,7 @@ def _gru(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step,
             value = layer.add("Add", value, inner_bias)
         return layer.add("Mul", reset, value)
 
-    def step(inputs: str, states: Sequence[str]) -> list[str]:
+    def run(inputs: str, states: Sequence[str]) -> list[str]:
         (hidden,) = states
         to_outer, to_inner = layer.builder.split(inputs, 1, sizes)
         gates = layer.add("Add", to_outer, layer.add("MatMul", hidden, outer))
@@ -269,17 +269,17 @@ def _gru(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step,
         kept = layer.add("Mul", update, hidden)
         return [layer.add("Add", layer.add("Mul", layer.add("Sub", one, update), new), kept)]
 
-    return step, [layer.state(5, direction)], fixed
+    return run, [layer.state(5, direction)], fixed
 
 
-def _rnn(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Step, list[str], str]:
+def _rnn(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Cell, list[str], str]:
     weight = layer.weight(2, direction)
 
-    def step(inputs: str, states: Sequence[str]) -> list[str]:
+    def run(inputs: str, states: Sequence[str]) -> list[str]:
         gate = layer.add("Add", inputs, layer.add("MatMul", states[0], weight))
         return [layer.of_sum(functions[0], gate)]
 
-    return step, [layer.state(5, direction)], _bias(layer, direction)
+    return run, [layer.state(5, direction)], _bias(layer, direction)
 
 
 _PREPARE = {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}
@@ -288,7 +288,7 @@ _PREPARE = {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}
 def _outputs(
     layer: _Layer, sequences: Sequence[Sequence[str]], last: Sequence[Sequence[str]]
 ) -> list[str]:
-    """The outputs of the node: the hidden states of each step, then the last states."""
+    """The outputs of the node: the hidden states of each position, then the last states."""
     builder = layer.builder
     names = (*layer.node.output, "", "", "")[:3]
     values = [""] * 3
@@ -302,6 +302,6 @@ def _outputs(
 
 
 def _joined(layer: _Layer, hidden: Sequence[str]) -> str:
-    """The hidden states of one direction, steps x 1 x batch x hidden."""
+    """The hidden states of one direction, length x 1 x batch x hidden."""
     value = layer.builder.concat(hidden, 0)
-    return layer.builder.reshape(value, [layer.steps, 1, layer.batch, layer.hidden])
+    return layer.builder.reshape(value, [layer.length, 1, layer.batch, layer.hidden])

@@ -110,8 +110,8 @@ def _positions(node: onnx.NodeProto, operands: Sequence[Limits], scope: Scope) -
 
 
 def _range(node: onnx.NodeProto, operands: Sequence[Limits], scope: Scope) -> Limits:
-    (first, highest), (lowest, end), (step, _) = operands
-    return (first, max(first, end)) if step > 0 else (min(first, lowest), highest)
+    (first, highest), (lowest, end), (delta, _) = operands
+    return (first, max(first, end)) if delta > 0 else (min(first, lowest), highest)
 
 
 _RULES: Mapping[str, _Rule] = {

@@ -29,7 +29,7 @@ from hatch_epcontext.providers import is_benign, missing
 from hatch_epcontext.serialize import from_json
 from hatch_epcontext.system import full_disk_problem
 from hatch_epcontext.text import narrow, printable, show_size
-from hatch_epcontext.worker.protocol import FAILURE, LOG, STEP
+from hatch_epcontext.worker.protocol import ACTIVITY, FAILURE, LOG
 
 LOG_LIMIT = 100 * 10**6
 """Bytes of a log above which its worker is stopped: more than ONNX Runtime's verbose log of a large model."""
@@ -72,12 +72,12 @@ class WorkerLog:
             return 0
 
     @property
-    def last_step(self) -> str:
-        """The worker's last step and its seconds, for the end of a sentence."""
-        step = self.folder / STEP
+    def last_activity(self) -> str:
+        """What the worker did last and for how long, for the end of a sentence."""
+        path = self.folder / ACTIVITY
         with contextlib.suppress(OSError):
-            seconds = time.time() - step.stat().st_mtime
-            if text := step.read_text("utf-8"):
+            seconds = time.time() - path.stat().st_mtime
+            if text := path.read_text("utf-8"):
                 return f" while {text} (for {seconds:.0f} s)"
         return ""
 
@@ -223,7 +223,7 @@ def too_slow(log: WorkerLog, timeout: float) -> BuildError:
     """The error of a worker that was stopped after ``timeout`` seconds."""
     limit = Setting(Key() / "build" / "timeout", round(2 * timeout, 3))
     hint = "Give it more time (not tried)."
-    message = f"the worker was stopped after {timeout:g} seconds{log.last_step}."
+    message = f"the worker was stopped after {timeout:g} seconds{log.last_activity}."
     tail = log.tail()
     return LimitError(Problem(Kind.WORKER_TIMEOUT, "", message, hint, settings=(limit,), log=tail))
 
@@ -255,23 +255,23 @@ def failed(word: bytes, text: bytes, log: WorkerLog) -> BuildError:
     if word == FAILURE:
         failure = from_json(text, Failure)
         return error_of_worker(failure.error, failure.problems)
-    return ended(int(text), log.last_step)
+    return ended(int(text), log.last_activity)
 
 
-def ended(code: int, step: str) -> BuildError:
-    """The error of a worker that ended in ``step`` with exit code ``code`` and without a reply."""
+def ended(code: int, activity: str) -> BuildError:
+    """The error of a worker that ended in this ``activity`` with exit code ``code`` and without a reply."""
     name = _signal_name(code)
     if name is not None and name not in _CRASHES:
         hint = "Something else ended it: build again."
         if name == "SIGKILL":
             hint = f"The system kills processes when memory is short. {_LESS_MEMORY}"
-        message = f"the worker was killed with {name}{step}."
+        message = f"the worker was killed with {name}{activity}."
         return AccidentError(Problem(Kind.WORKER_KILLED, "", message, hint))
     if code & 0xFFFFFFFF == _STOPPED:
-        message = f"the worker was stopped with Ctrl-C, or with its console{step}."
+        message = f"the worker was stopped with Ctrl-C, or with its console{activity}."
         return AccidentError(Problem(Kind.WORKER_KILLED, "", message, "Build again."))
     hint = "The crash is in ONNX Runtime or in the execution provider's library: see the log."
-    message = f"the worker {_describe_exit(code)}{step}."
+    message = f"the worker {_describe_exit(code)}{activity}."
     return CrashError(Problem(Kind.WORKER_CRASHED, "", message, hint))
 
 

@@ -297,8 +297,8 @@ class Worker:
             while (left := start + workers.timeout - time.monotonic()) > 0 and message is None:
                 if workers.progress is not None and workers.pulse.due():
                     seconds = time.monotonic() - start
-                    # Among many short steps, the current one has often just begun.
-                    state = f"has run for {seconds:.0f} s{log.last_step}"
+                    # Of many short activities the current one has often just begun.
+                    state = f"has run for {seconds:.0f} s{log.last_activity}"
                     workers.progress(f"{label} {state if seconds >= 1 else 'begins'}")
                 try:
                     if self._process is None:

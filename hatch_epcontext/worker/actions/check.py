@@ -19,7 +19,7 @@ from hatch_epcontext.graph.parts import cut_around
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.inputs import check_inputs, ignored_inputs, sized
-from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
 from hatch_epcontext.worker.source import (
@@ -52,7 +52,7 @@ def handle(request: CheckRequest) -> tuple[ModelFacts, ...]:
 
 
 def _check_model(model: Model) -> ModelFacts:
-    step(f"reading {model.path.name}")
+    announce(f"reading {model.path.name}")
     onnx_model = read_source(model.path, model.key)
     data = data_of(onnx_model, model.path, model.key)
     own_inputs = _inputs(onnx_model)

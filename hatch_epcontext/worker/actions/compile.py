@@ -23,7 +23,7 @@ from hatch_epcontext.shipped import PREPARED
 from hatch_epcontext.worker.compiling import compile_buffers, compile_context
 from hatch_epcontext.worker.explaining import explaining
 from hatch_epcontext.worker.optimizing import optimize
-from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.readback import read_context, read_optimized
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
 from hatch_epcontext.worker.source import data_of, open_dimension_message, read_source
@@ -38,7 +38,7 @@ def handle(request: CompileRequest) -> CompileReply:
     EP or for another chip, or a sidecar is missing. Raises ModelError for buffers when they are no source
     model, or have open dimensions and the EP compiles only fixed shapes.
     """
-    step(f"compiling for {request.target.provider.ep}")
+    announce(f"compiling for {request.target.provider.ep}")
     start = time.monotonic()
     if request.buffers is not None:
         _compile_buffers(request, request.buffers)

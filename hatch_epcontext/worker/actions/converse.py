@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from hatch_epcontext.config.genai_config import GENAI_CONFIG
 from hatch_epcontext.errors import Kind, ModelError, Problem
-from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.requests import ConverseRequest
 from hatch_epcontext.worker.results import NOTHING, Answer
 from hatch_epcontext.worker.session import library_of
 
-_STEPS = 4
+_TOKENS = 4
 """The tokens after each prompt."""
 
 _SECONDS = 120.0
@@ -35,14 +35,14 @@ def handle(request: ConverseRequest) -> tuple[Answer, ...]:
     Raises ModelError if the folder itself does not run, and what onnxruntime-genai raises for the rest.
     """
     genai: Any = importlib.import_module("onnxruntime_genai")
-    step("answering prompts on the CPU")
+    announce("answering prompts on the CPU")
     try:
         expected = _expected(genai, request)
     except Exception as error:
         message = f"onnxruntime-genai cannot answer with it on the CPU: {error}"
         hint = f"Check {GENAI_CONFIG}, or write the folder again."
         raise ModelError(Problem(Kind.INVALID_FOLDER, "", message, hint)) from error
-    step("answering prompts with what was compiled")
+    announce("answering prompts with what was compiled")
     plugin = request.plugin
     genai.register_execution_provider_library(plugin.registration_name, library_of(plugin))
     model, answers = _open(genai, request.folder, request.overlay), list[Answer]()
@@ -78,7 +78,7 @@ def _prompts(folder: Path, content: Any, chunk: int) -> Iterator[list[int]]:
     first = [token for token in (begin, fill) if token == begin >= 0 or token in ordinary]
     for length in (max(chunk // 2, 4), chunk + chunk // 2):
         # A prompt is filled to whole chunks.
-        if -(-length // chunk) * chunk + 2 * _STEPS <= content["context_length"]:
+        if -(-length // chunk) * chunk + 2 * _TOKENS <= content["context_length"]:
             # With a prime number as the distance, tokens do not repeat soon.
             rest = (ordinary[7919 * n % len(ordinary)] for n in range(len(first), length))
             yield [*first, *rest]
@@ -106,12 +106,12 @@ def _rows(
     ``grows``: whether the cache may be as small as the prompt needs.
     """
     parameters = genai.GeneratorParams(model)
-    limit = {"max_length": len(prompt) + _STEPS} if grows else {}
+    limit = {"max_length": len(prompt) + _TOKENS} if grows else {}
     parameters.set_search_options(do_sample=False, min_length=0, **limit)
     generator = genai.Generator(model, parameters)
     generator.append_tokens(np.array(prompt, np.int32))
     rows, forced = [], list[int]()
-    for number in range(_STEPS):
+    for number in range(_TOKENS):
         logits = np.asarray(generator.get_logits())
         row = logits.reshape(-1, logits.shape[-1])[-1].astype(np.float64)
         rows.append(row)

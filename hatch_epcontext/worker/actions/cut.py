@@ -14,7 +14,7 @@ from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.parts import extract, part_between
 from hatch_epcontext.worker.ort_values import types_of_runtime
-from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.requests import CutReply, CutRequest
 from hatch_epcontext.worker.source import data_of, fix_constants, fix_defaults, read_source
 
@@ -26,7 +26,7 @@ def handle(request: CutRequest) -> CutReply:
     constant does not fit.
     """
     model, source = request.model, Path(request.model.path)
-    step(f"writing the configured part of {source.name}")
+    announce(f"writing the configured part of {source.name}")
     onnx_model = read_source(source, model.key)
     data = data_of(onnx_model, source, model.key)
     known = {value.name for value in onnx_model.graph.input}

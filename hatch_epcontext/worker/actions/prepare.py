@@ -30,7 +30,7 @@ from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.noise import with_jitter, within_noise
 from hatch_epcontext.worker.optimizing import load_named, optimize
 from hatch_epcontext.worker.ort_values import types_of_runtime
-from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.reference import source_reference, write_float_form
 from hatch_epcontext.worker.requests import Prepared, PrepareRequest
 from hatch_epcontext.worker.results import Preparation
@@ -51,7 +51,7 @@ def handle(request: PrepareRequest) -> Prepared:
     BuildError when the result differs from the source: a simplifier must not change a model.
     """
     model, folder = request.model, Path(request.folder)
-    step("reading the model")
+    announce("reading the model")
     onnx_model, fixed = _write_fixed(request, folder)
     nodes_before = len(graph.compute_nodes(onnx_model.graph))
     # A folder of its own, because beside the fixed model are links to the source's data.
@@ -60,7 +60,7 @@ def handle(request: PrepareRequest) -> Prepared:
     form, fixed, undone = _dequantize(integers, own, request)
     done = None if fixed == form else "dequantized"
     result = own / f"{model.name}.onnx"
-    step(f"simplifying the model ({request.simplifier})")
+    announce(f"simplifying the model ({request.simplifier})")
     try:
         if (simplified := _simplify(fixed, result, request)) is None:
             result = fixed
@@ -150,7 +150,7 @@ def _compare(
     name = "the source model's" if expected.facts.float_form is None else "its float form's"
     name += f" before it was {done}" if done else ""
     subject = Subject(model, "the prepared model on the CPU", name)
-    step(f"running {subject.what}")
+    announce(f"running {subject.what}")
     if compare_runs(session, expected, tolerance).difference is not None:
         if done is None:
             tolerance = within_noise(tolerance, with_jitter(form, expected).facts)

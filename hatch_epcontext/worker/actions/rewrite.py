@@ -33,7 +33,7 @@ from hatch_epcontext.worker.comparison.runs import (
 from hatch_epcontext.worker.noise import open_rounded, with_jitter, within_noise
 from hatch_epcontext.worker.optimizing import load_named, optimize
 from hatch_epcontext.worker.ort_values import value_types
-from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.requests import Prepared, RewriteRequest
 from hatch_epcontext.worker.results import GAIN, NOTHING
 from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
@@ -60,7 +60,7 @@ def handle(request: RewriteRequest) -> Prepared:
     A change after which the model cannot be run, or gives other results than the source, is left out.
     """
     unrolls = request.unroll_limit is not None
-    step(f"{'unrolling' if unrolls else 'rewriting'} what the EP refuses, or computes wrong")
+    announce(f"{'unrolling' if unrolls else 'rewriting'} what the EP refuses, or computes wrong")
     work = _RewriteSession.begin(request)
     candidates = work.candidates()
     # All at once, or else one after the other: those that change results are left out.
@@ -238,7 +238,7 @@ class _RewriteSession:
         """The smallest margin of an output in decibels; raises BuildError if one differs."""
         what = "the rewritten model on the CPU"
         subject = Subject(self.request.model, what, "the source model's")
-        step(f"running {what}")
+        announce(f"running {what}")
         compared = compare_runs(session, expected, tolerance, runs)
         if difference := compared.difference:
             refuse(explain(difference, tolerance, subject, expected.facts))

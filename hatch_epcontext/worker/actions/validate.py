@@ -35,7 +35,7 @@ from hatch_epcontext.worker.covered import compared_values, describe_values, wit
 from hatch_epcontext.worker.inputs import constant, dummy_inputs
 from hatch_epcontext.worker.noise import within_noise
 from hatch_epcontext.worker.ort_values import not_finite, run
-from hatch_epcontext.worker.protocol import step
+from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.results import (
     Agreement,
@@ -70,7 +70,7 @@ def handle(request: ValidateRequest) -> Validated:
         if provider.by_library:
             return Validated(validation)
     expected = _reference(request)
-    step("opening the compiled model")
+    announce("opening the compiled model")
     # In a group, sessions that are opened first must outlive the later ones.
     _others = [
         open_session(Path(request.folder) / other.model_file, _options(request))
@@ -90,7 +90,7 @@ def handle(request: ValidateRequest) -> Validated:
             session = open_with_reads(path, rest, make_options())
         compared = _compare(request, session, expected, validation)
         return Validated(compared, expected.facts.batch, load, day)
-    step("running the compiled model")
+    announce("running the compiled model")
     gaps = tuple(not_finite(run(session, expected), {}))
     problems = problems_of([*map(Explained, gaps)])
     return Validated(replace(validation, agreements=gaps, problems=problems), {}, load, day)
@@ -115,7 +115,7 @@ def _compare(
     # Inputs that the app has count more than inputs that may be worse.
     if divergence and emulated and model.validate.inputs in SYNTHETIC:
         runs = choose(emulated, is_optimistic=divergence.model.optimistic is not None)
-    step(f"running {subject.what}")
+    announce(f"running {subject.what}")
     compared = compare_runs(session, expected, tolerance, runs, emulated)
     validation = replace(
         validation,
@@ -135,7 +135,7 @@ def _compare(
         float_form=float_form,
     )
     if divergence:
-        step("looking for the first node that differs")
+        announce("looking for the first node that differs")
     if (difference := compared.difference) is not None:
         cause = ""
         if divergence and emulated:
@@ -187,7 +187,7 @@ def _emulate(
         return None
     coverage = request.context.coverage
     skipped = frozenset(node.name for node in coverage.uncovered) if coverage else frozenset()
-    step(f"emulating {format_.name} on the CPU")
+    announce(f"emulating {format_.name} on the CPU")
     try:
         if model := FormattedModel.load(Path(request.prepared), format_, skipped):
             return Divergence(model, expected), emulate(model, expected, tolerance)

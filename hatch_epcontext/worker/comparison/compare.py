@@ -17,7 +17,7 @@ from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement
 
 @dataclass(frozen=True)
 class Difference:
-    """The ``agreements`` of all outputs, of which one differs, in the step ``number`` of ``run``."""
+    """The ``agreements`` of all outputs, of which one differs, in the frame ``number`` of ``run``."""
 
     agreements: tuple[Agreement, ...]
     run: ReferenceRun
@@ -106,7 +106,7 @@ def compare_runs(
 def _compare_run(
     session: ort.InferenceSession, reference: Reference, run: ReferenceRun, limits: Tolerance
 ) -> tuple[list[Agreement], Difference | None]:
-    """The agreements of ``session`` in the steps of ``run`` before the first difference, and that."""
+    """The agreements of ``session`` in the frames of ``run`` before the first difference, and that."""
     agreeing: list[Agreement] = []
     for number, agreements in enumerate(reference.compare_run(session, run, limits)):
         if any(agreement.differs for agreement in agreements):
@@ -117,7 +117,7 @@ def _compare_run(
 
 def _is_as_emulated(level: Level, emulated: Levels, runs: Sequence[ReferenceRun]) -> bool:
     """Whether the run of ``level``, one of the worst, is about as near as the emulation."""
-    longest, margin = max(runs, key=lambda run: len(run.steps)), emulated.of(level.run).margin
-    is_longest = level.run is longest and len(longest.steps) > 1
+    longest, margin = max(runs, key=lambda run: len(run.frames)), emulated.of(level.run).margin
+    is_longest = level.run is longest and len(longest.frames) > 1
     is_better = margin < SENSITIVE <= level.margin
     return not is_longest and level.margin >= margin - GAIN and not is_better

@@ -19,7 +19,7 @@ from hatch_epcontext.graph.rounding import applies, exposed, rounded
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.emulation import FormattedModel, named
 from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Levels
-from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_steps
+from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_frames
 from hatch_epcontext.worker.session import open_unoptimized
 
 _LOST = 0.5
@@ -38,7 +38,7 @@ in masks, which only hide values, it does not."""
 
 @dataclass(frozen=True)
 class _Inner:
-    """All values of a step: ``exact``, and in the number format (``rounded``), by the same names.
+    """All values of a frame: ``exact``, and in the number format (``rounded``), by the same names.
 
     ``outputs``: the names of those that are compared.
     """
@@ -134,26 +134,26 @@ class Divergence:
         return None
 
     def _inner(self, run: ReferenceRun) -> _Inner | None:
-        """All values of the first wrong step of ``run``, or of its last step.
+        """All values of the first wrong frame of ``run``, or of its last frame.
 
         None if they are too many, or if the model cannot run with all of them as outputs.
         """
         if self._exact is None or self._inexact is None:
             return None
         outputs = frozenset((*run.outputs[0], *self.reference.facts.selections.reads))
-        steps = (self._values(session, run) for session in (self._exact, self._inexact))
-        for exact, inexact in zip(*steps, strict=True):
+        frames = (self._values(session, run) for session in (self._exact, self._inexact))
+        for exact, inexact in zip(*frames, strict=True):
             inner = _Inner(exact, inexact, outputs)
             if inner.error > _WRONG:
-                # Errors in later steps come from this one.
+                # Errors in later frames come from this one.
                 break
         return inner
 
     def _values(self, session: ort.InferenceSession, run: ReferenceRun) -> Iterator[Arrays]:
-        """All values of ``session`` in each step of ``run``, with its inputs."""
+        """All values of ``session`` in each frame of ``run``, with its inputs."""
         states, fed = self.reference.facts.states, dict[str, Array]()
-        steps = run_steps(session, run.steps, states)
-        for feeds, outputs in zip(run.steps, steps, strict=True):
+        frames = run_frames(session, run.frames, states)
+        for feeds, outputs in zip(run.frames, frames, strict=True):
             fed.update(feeds)
             yield {**fed, **outputs}
             fed.update({name: outputs[last] for name, last in states.items() if last in outputs})

@@ -17,7 +17,7 @@ from hatch_epcontext.worker.comparison.runs import Reference
 from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement, Emulation
 
 _FLAT = 0.1
-"""The share of an output's places that may change by less than a step of the format."""
+"""The share of an output's places that may change by less than the distance of the format's numbers."""
 
 _BITS: Mapping[str, int] = {"float16": 10, "bfloat16": 7}
 """The bits after the point of a number between 1 and 2."""
@@ -37,8 +37,8 @@ def effect(divergence: Divergence, emulated: Levels, levels: Levels) -> Emulatio
         reason = hurt
     elif reference.facts.is_lasting:
         reason = (
-            f"its states last, and what {model.format.name} rounds off adds up in them from step to "
-            "step, unless the app resets them"
+            f"its states last, and what {model.format.name} rounds off adds up in them from frame to "
+            "frame, unless the app resets them"
         )
     inexact = {node.op_type for node in model.computed} & model.format.inexact
     return Emulation(
@@ -81,7 +81,7 @@ def _describe(level: Level, model: FormattedModel) -> str:
 
 
 def _flat(reference: Reference, format_: str) -> str | None:
-    """An output that changes between inputs by less than a step of ``format_``, in words."""
+    """An output that changes between inputs by less than the distance of ``format_``'s numbers, in words."""
     facts, usual = reference.facts, reference.usual
     for name, first in reference.runs[0].outputs[0].items():
         is_any = facts.of(name).nature == "any" and not facts.of(name).is_random
@@ -100,6 +100,6 @@ def _flat(reference: Reference, format_: str) -> str | None:
             place = flat[np.argmin((changes / smallest)[flat])]
             return (
                 f"{name!r} changes by {changes[place]:.2g} around {middle[place]:.6g}, where "
-                f"{format_} has steps of {smallest[place]:.2g}"
+                f"{format_}'s numbers are {smallest[place]:.2g} apart"
             )
     return None

@@ -102,13 +102,13 @@ def choose(levels: Levels, *, is_optimistic: bool) -> list[ReferenceRun]:
     first, *others = levels
     chosen = [first.run]
     longest = max(
-        (level.run for level in others), key=lambda run: len(run.steps), default=first.run
+        (level.run for level in others), key=lambda run: len(run.frames), default=first.run
     )
-    if len(longest.steps) > 1:
+    if len(longest.frames) > 1:
         # The emulation does not show what kernels add to the states.
         chosen.append(longest)
     natures = {run.nature for run in chosen}
-    # Each step of a recurrent model is a run, and simulators run large models for long.
+    # Each frame of a recurrent model is a run, and simulators run large models for long.
     is_large = len(levels) <= FEW_SAMPLES and len(chosen) == 1
     most = len(chosen) + (1 if is_large or len(chosen) > 1 else _WORST)
     # Unusual samples come last: they only warn.

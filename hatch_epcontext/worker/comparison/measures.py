@@ -5,7 +5,7 @@ and the cosine similarity. A whole output can be near its reference while a part
 the scores beside the boxes of a detector. So each slice of each axis is compared too.
 
 Values near zero have more noise than signal. So the signal of an output, and of a slice, has a floor: a part
-of the signal in other samples, a smaller part of the output's largest value, and 32 steps of a quantized
+of the signal in other samples, a smaller part of the output's largest value, and 32 scales of a quantized
 output. For one slice among many, such as a feature of an embedding, a part of the output's signal is a floor
 too. An output that joins scores with other values is compared as two: its scores, and the others.
 `docs/validation.md` explains what that means for a user.
@@ -51,8 +51,8 @@ SIGNAL_PART = 1e-3
 For values between -1 and 1 the `unit` of the limits replaces it.
 """
 
-_QUANTIZATION_STEPS = 32.0
-"""The steps of a quantized output that count as signal in each place: an error of one step is 30 dB."""
+_SCALES = 32.0
+"""The scales of a quantized output that count as signal in each place: an error of one scale is 30 dB."""
 
 _SCORE = 5.0
 """The units that a single score counts as: on an NPU an error of 0.05 is 20 dB, whatever the threshold."""
@@ -116,7 +116,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class OutputFacts:
-    """The ``nature`` of an output's values, and the step between them if it is quantized (``step``), else 0.
+    """The ``nature`` of an output's values, and their ``scale`` if it is quantized, else 0.
 
     ``scores``: where it has scores, if these are joined with other values. ``is_state``: whether only the
     model itself reads it. ``is_random``: whether it depends on chance. ``inconclusive``: why a comparison
@@ -125,7 +125,7 @@ class OutputFacts:
     """
 
     nature: Nature = "any"
-    step: float = 0.0
+    scale: float = 0.0
     scores: Scores | None = None
     is_state: bool = False
     is_random: bool = False
@@ -134,7 +134,7 @@ class OutputFacts:
 
     def within(self, limits: Tolerance) -> Tolerance:
         """The ``limits`` for this output: lower ones if it is a state."""
-        # If the error of a state matters, outputs of later steps differ.
+        # If the error of a state matters, outputs of later frames differ.
         return replace(limits, snr=limits.snr - GAIN) if self.is_state else limits
 
     def scores_of(self, array: Array) -> Array | None:
@@ -425,7 +425,7 @@ class _Deviation:
     @property
     def _quantized(self) -> float:
         """The size of values of a quantized output that are mostly rounding."""
-        return _QUANTIZATION_STEPS * self.facts.step
+        return _SCALES * self.facts.scale
 
     def _part(self, places: int) -> float:
         """The part of the largest value, squared, that counts as signal in each of ``places``."""

@@ -50,12 +50,12 @@ def output_facts(main: onnx.GraphProto, names: Iterable[str], opset: int) -> dic
     for name in names:
         nature = natures.get(name, "any")
         scores = _scores(name, scope, natures, opset) if nature == "any" else None
-        facts[name] = OutputFacts(nature, _quantization_step(name, scope), scores)
+        facts[name] = OutputFacts(nature, _quantization_scale(name, scope), scores)
     return facts
 
 
-def _quantization_step(name: str, scope: Scope) -> float:
-    # Means have finer steps.
+def _quantization_scale(name: str, scope: Scope) -> float:
+    # Means have values between.
     for node in scope.origin_and_moves(name, _SAME_VALUES - operators.MEANS)[1]:
         if node.op_type == "QuantizeLinear":
             return 1.0

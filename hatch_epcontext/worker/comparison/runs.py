@@ -25,10 +25,10 @@ from hatch_epcontext.worker.samples import Sample
 
 @dataclass(frozen=True)
 class ReferenceRun(Sample):
-    """One sample, with the source's ``outputs`` in each of its steps.
+    """One sample, with the source's ``outputs`` in each of its frames.
 
-    ``candidates``: in each step the values inside the source that its selections need. ``on_target``: whether
-    the target runs it too, if no emulation chooses samples.
+    ``candidates``: in each frame the values inside the source that its selections need. ``on_target``:
+    whether the target runs it too, if no emulation chooses samples.
     """
 
     outputs: tuple[Arrays, ...] = ()
@@ -37,7 +37,7 @@ class ReferenceRun(Sample):
 
     @property
     def results(self) -> Iterator[tuple[Arrays, Arrays]]:
-        """The outputs of each step, and its candidates."""
+        """The outputs of each frame, and its candidates."""
         return zip(self.outputs, self.candidates or [{}] * len(self.outputs), strict=True)
 
 
@@ -85,19 +85,19 @@ class Reference:
     def compare_run(
         self, session: ort.InferenceSession, run: ReferenceRun, limits: Tolerance
     ) -> Iterator[list[Agreement]]:
-        """Run ``session`` on the steps of ``run``, and compare each."""
-        for number, outputs in enumerate(run_steps(session, run.steps, self.facts.states)):
+        """Run ``session`` on the frames of ``run``, and compare each."""
+        for number, outputs in enumerate(run_frames(session, run.frames, self.facts.states)):
             yield self.compare(run, number, outputs, limits)
 
     def compare(
-        self, run: ReferenceRun, step: int, outputs: Arrays, limits: Tolerance
+        self, run: ReferenceRun, frame: int, outputs: Arrays, limits: Tolerance
     ) -> list[Agreement]:
-        """Compare the ``outputs`` of a form of the model with those of a step of ``run``.
+        """Compare the ``outputs`` of a form of the model with those of a frame of ``run``.
 
         Without values that would be compared, only those with NaN or Inf, if there are any.
         """
         facts = self.facts
-        source, inner = run.outputs[step], run.candidates[step] if run.candidates else {}
+        source, inner = run.outputs[frame], run.candidates[frame] if run.candidates else {}
         random = [name for name, output in facts.outputs.items() if output.is_random]
         outputs = {name: array for name, array in outputs.items() if name not in random}
         if gaps := not_finite(outputs, {**inner, **source}):
@@ -130,9 +130,9 @@ class Reference:
 
 
 def values_of(output: str, runs: Iterable[ReferenceRun]) -> list[Array]:
-    """The values of ``output``, or of a candidate, in all steps of ``runs``."""
-    steps = (step for run in runs for step in run.results)
-    arrays = (outputs.get(output, candidates.get(output)) for outputs, candidates in steps)
+    """The values of ``output``, or of a candidate, in all frames of ``runs``."""
+    frames = (frame for run in runs for frame in run.results)
+    arrays = (outputs.get(output, candidates.get(output)) for outputs, candidates in frames)
     return [array for array in arrays if array is not None]
 
 
@@ -179,10 +179,10 @@ def finite(array: Array) -> Array:
     return np.ones(array.shape, bool)
 
 
-def run_steps(
+def run_frames(
     session: ort.InferenceSession, feeds: Iterable[Arrays], states: Mapping[str, str]
 ) -> Iterator[dict[str, Array]]:
-    """Yield the outputs of each step of ``session``, with its own ``states``."""
+    """Yield the outputs of each frame of ``session``, with its own ``states``."""
     outputs: dict[str, Array] = {}
     for arrays in feeds:
         own = {first: outputs[last] for first, last in states.items() if last in outputs}
@@ -194,11 +194,11 @@ def for_other_numbers(expected: Reference) -> Reference:
     """Return ``expected`` for a model that computes with other numbers than the source, quantized or not.
 
     A quantizer scales to the range of values, and is inexact for constants, which have no range. So only the
-    first sample is compared, and the first steps of a recurrent model.
+    first sample is compared, and the first frames of a recurrent model.
     """
-    steps = next((run for run in expected.runs if len(run.steps) > 1), None)
+    sequence = next((run for run in expected.runs if len(run.frames) > 1), None)
     runs = tuple(
-        replace(run, on_target=index == 0 or run is steps)
+        replace(run, on_target=index == 0 or run is sequence)
         for index, run in enumerate(expected.runs)
     )
     return Reference(runs, expected.facts)

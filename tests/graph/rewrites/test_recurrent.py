@@ -10,7 +10,7 @@ from onnx import TensorProto
 from hatch_epcontext.graph.rewrites.recurrent import drop_default_activations, unroll_recurrent
 from tests.conftest import newer_runtime
 from tests.graph.rewrites.equal import feeds, reasons, rewritten, session
-from tests.graph.rewrites.unrolled import BATCH, GATES, STEPS, assert_equal, recurrent, unrolled
+from tests.graph.rewrites.unrolled import BATCH, GATES, LENGTH, assert_equal, recurrent, unrolled
 from tests.models import parsed
 
 FUNCTIONS = {"LSTM": 3, "GRU": 2, "RNN": 1}
@@ -19,8 +19,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "without bias": {"inputs": ()},
     "states": {"inputs": ("B", "h")},
-    "whole lengths": {"lengths": [STEPS] * BATCH},
-    "shorter sequences": {"lengths": [1, STEPS], "inputs": ("B", "h")},
+    "whole lengths": {"lengths": [LENGTH] * BATCH},
+    "shorter sequences": {"lengths": [1, LENGTH], "inputs": ("B", "h")},
     "last only": {"outputs": ("Y_h",)},
     "sequence only": {"outputs": ("Y",)},
 }
@@ -52,8 +52,8 @@ def test_a_layer_of_one_direction_computes_the_same(op: str, direction: str) -> 
 
 
 @pytest.mark.parametrize("op", FUNCTIONS)
-def test_one_step_computes_the_same(op: str) -> None:
-    assert_equal(recurrent(op, "bidirectional", steps=1), "unroll_recurrent")
+def test_one_position_computes_the_same(op: str) -> None:
+    assert_equal(recurrent(op, "bidirectional", length=1), "unroll_recurrent")
 
 
 def test_doubles_stay_doubles() -> None:
@@ -103,7 +103,7 @@ def test_a_layer_of_one_direction_may_name_functions_for_two() -> None:
         ),
         (recurrent("RNN", clip=0.3), "it clips its gates"),
         (recurrent("LSTM", input_forget=1), "its input and forget gates are coupled"),
-        (recurrent("RNN", layout=1), "its batch comes before its steps"),
+        (recurrent("RNN", layout=1), "its batch comes first"),
     ],
 )
 def test_a_layer_that_is_not_understood_stays(model: onnx.ModelProto, reason: str) -> None:
@@ -112,8 +112,8 @@ def test_a_layer_that_is_not_understood_stays(model: onnx.ModelProto, reason: st
 
 def test_a_layer_of_unknown_length_stays() -> None:
     model = recurrent("LSTM", outputs=("Y_h",))
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "steps"
-    expected = ["its number of steps or its batch is not fixed"]
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "length"
+    expected = ["its length or its batch is not fixed"]
     assert reasons(model, unroll_recurrent) == expected
 
 

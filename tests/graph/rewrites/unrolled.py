@@ -19,14 +19,14 @@ from tests.graph.rewrites.equal import check_equal
 from tests.models import parsed
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-STEPS, BATCH, FEATURES, HIDDEN = 3, 2, 4, 5
+LENGTH, BATCH, FEATURES, HIDDEN = 3, 2, 4, 5
 
 
 def recurrent(
     op: str,
     direction: str = "forward",
     *,
-    steps: int = STEPS,
+    length: int = LENGTH,
     inputs: Sequence[str] = ("B",),
     outputs: Sequence[str] = ("Y", "Y_h", "Y_c"),
     lengths: Sequence[int] = (),
@@ -34,7 +34,7 @@ def recurrent(
     elem_type: int = TensorProto.FLOAT,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """One LSTM, GRU or RNN on ``x`` (steps x batch x features).
+    """One LSTM, GRU or RNN on ``x`` (length x batch x features).
 
     ``inputs``: which of "B", "h", "c" and "P" it has; the states are inputs of the model.
     """
@@ -56,9 +56,9 @@ def recurrent(
     if lengths:
         stored["lengths"] = np.asarray(lengths, np.int32)
     states = [directions, BATCH, HIDDEN]
-    fed = {"x": [steps, BATCH, FEATURES]}
+    fed = {"x": [length, BATCH, FEATURES]}
     fed |= {name: states for name in ("h", "c") if name in inputs}
-    every = {"Y": [steps, directions, BATCH, HIDDEN], "Y_h": states, "Y_c": states}
+    every = {"Y": [length, directions, BATCH, HIDDEN], "Y_h": states, "Y_c": states}
     if op != "LSTM":
         del every["Y_c"]
     made = {name: shape for name, shape in every.items() if name in outputs}

@@ -147,7 +147,7 @@ def test_a_length_that_counts_positions_is_that_of_the_input_after_which_it_is_c
     assert found["x_lengths"] == index(32, 1, 32)
 
 
-def test_the_lengths_of_a_recurrent_layer_are_up_to_its_steps() -> None:
+def test_the_lengths_of_a_recurrent_layer_are_up_to_its_length() -> None:
     found = ranges(
         """(float[9, 1, 2] x, int32[1] n) => (float[] y)
         { y = GRU <hidden_size = 2> (x, w, r, , n) }""",

@@ -101,7 +101,7 @@ def test_a_daemon_that_a_worker_started_ends_with_it(
         folder.mkdir()
         check.write_text(daemon(folder) + end, encoding="utf-8")
         problem(workers, folder)
-        # Not some time later: it may use a device, or write to the folder of the step.
+        # Not some time later: it may use a device, or write to the folder of the request.
         assert not is_running(process_in(folder / "daemon")), end
 
 

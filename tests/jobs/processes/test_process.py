@@ -17,7 +17,7 @@ from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.jobs.processes import failures
 from hatch_epcontext.jobs.processes.failures import TAIL
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.worker.protocol import LOG, STEP
+from hatch_epcontext.worker.protocol import ACTIVITY, LOG
 from hatch_epcontext.worker.requests import PrepareRequest
 from tests.conftest import wait_for
 from tests.jobs.processes.conftest import KEY, problem, process_in, request_for
@@ -72,11 +72,11 @@ def test_a_reply_has_its_own_type_and_a_refusal_its_own_location_and_no_log(
 ANSWERING = """
 import os
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.worker.protocol import step
-from hatch_epcontext.worker.protocol import LOG, STEP
+from hatch_epcontext.worker.protocol import announce
+from hatch_epcontext.worker.protocol import ACTIVITY, LOG
 from hatch_epcontext.worker.results import ModelFacts
 name = request.models[0].name
-step("looking")
+announce("looking")
 print(name, "prints", flush=True)
 if name == "crash":
     os.abort()
@@ -281,14 +281,14 @@ def test_a_worker_that_floods_its_log_is_stopped(
     assert max(map(len, lines)) < 3000
 
 
-def test_long_steps_are_reported_while_they_run(
+def test_long_activities_are_reported_while_they_run(
     tmp_path: Path, check: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hatch_epcontext.jobs.processes.process._NEXT_BEATS", 0.2)
     check.write_text(
         "import os, time\n"
-        "from hatch_epcontext.worker.protocol import step\n"
-        "step('waiting')\n"
+        "from hatch_epcontext.worker.protocol import announce\n"
+        "announce('waiting')\n"
         "while not os.path.exists('seen'): time.sleep(0.05)\n"
         "raise OSError\n",
         encoding="utf-8",
@@ -376,7 +376,7 @@ def test_nothing_is_sent_that_the_user_has_not_asked_for(
     if variable is not None:
         monkeypatch.setenv("ORT_DISABLE_TELEMETRY", variable)
     prepare(tmp_path, usual_workers)
-    in_call = {file.name for file in (tmp_path / "call").iterdir()} - {LOG, STEP}
+    in_call = {file.name for file in (tmp_path / "call").iterdir()} - {ACTIVITY, LOG}
     assert bool(in_call or list((tmp_path / "home").rglob("*"))) == sends
 
 

@@ -156,7 +156,7 @@ def test_states_are_fed_back_in_the_format(tmp_path: Path) -> None:
             [keep] kept = Mul (state, rate)
             [add] next = Add (kept, x) }""")
     table = ValidateTable(states={"state": "next"})
-    # After eight steps the state is 1e14 times the input.
+    # After eight frames the state is 1e14 times the input.
     assert ratio(emulation(made, tmp_path))
     reason = emulation(made, tmp_path, validate=table).reason
     assert reason is not None
@@ -286,7 +286,7 @@ def test_what_a_suppression_reads_is_compared_in_the_format(tmp_path: Path) -> N
         ([0] * 16, False),
     ],
 )
-def test_an_output_that_changes_by_less_than_a_step_is_sensitive(
+def test_an_output_that_changes_by_less_than_its_numbers_are_apart_is_sensitive(
     tmp_path: Path, offsets: list[float], is_flat: bool
 ) -> None:
     made = parsed(

@@ -249,23 +249,23 @@ def test_what_is_near_zero_is_compared_with_other_samples() -> None:
     assert compare("y", output, near_zero, HALF).differs
 
 
-def test_a_few_steps_of_a_quantized_output_near_zero_are_rounding() -> None:
-    step = 0.02
-    near_zero = np.array([[0, 1, -2, 0, 1, 3]]) * step
+def test_a_few_scales_of_a_quantized_output_near_zero_are_rounding() -> None:
+    scale = 0.02
+    near_zero = np.array([[0, 1, -2, 0, 1, 3]]) * scale
 
-    def off(steps: float) -> Agreement:
-        output = near_zero + steps * step
-        return compare("y", output, near_zero, HALF, OutputFacts(step=step))
+    def off(scales: float) -> Agreement:
+        output = near_zero + scales * scale
+        return compare("y", output, near_zero, HALF, OutputFacts(scale=scale))
 
-    assert not agrees(near_zero + step, near_zero), "nothing says that it is quantized"
+    assert not agrees(near_zero + scale, near_zero), "nothing says that it is quantized"
     margin = off(1).margin
     assert margin is not None
     assert margin >= 10
     assert not off(3).differs
     assert off(4).differs
     scores = np.tile(near_zero, 2000)
-    facts = OutputFacts("unit", step=step)
-    assert not compare("y", scores + step, scores, Tolerance(15, 0.98), facts).differs
+    facts = OutputFacts("unit", scale=scale)
+    assert not compare("y", scores + scale, scores, Tolerance(15, 0.98), facts).differs
 
 
 def test_where_the_reference_is_infinite_an_output_is_as_large_as_it_can_be() -> None:

@@ -15,8 +15,8 @@ from tests.models import parsed
 def chain(*operators: str) -> onnx.ModelProto:
     """``x`` (1 x 4) -> ``operators`` in a row -> ``y``."""
     names = ["x", *(f"v{number}" for number in range(1, len(operators))), "y"]
-    steps = zip(operators, names, names[1:], strict=False)
-    nodes = " ".join(f"{after} = {operator} ({before})" for operator, before, after in steps)
+    links = zip(operators, names, names[1:], strict=False)
+    nodes = " ".join(f"{after} = {operator} ({before})" for operator, before, after in links)
     return parsed(f"(float[1, 4] x) => (float[] y) {{ {nodes} }}", check=False)
 
 
@@ -157,7 +157,7 @@ def test_both_branches_say_the_nature_of_an_if(other: str, nature: Nature) -> No
     assert natures(made) == {"y": nature}
 
 
-def test_a_quantized_output_has_steps_and_the_nature_of_what_was_quantized() -> None:
+def test_a_quantized_output_has_its_scale_and_the_nature_of_what_was_quantized() -> None:
     text = """(float[1, 4] x) => (float[1, 4] quantized, float[1, 4] others, uint8[1, 4] integers)
         <float scale = {0.25}> {
             a = Sigmoid (x)
@@ -166,6 +166,6 @@ def test_a_quantized_output_has_steps_and_the_nature_of_what_was_quantized() -> 
             quantized = Flatten (b)
             others = Exp (b) }"""
     made = parsed(text)
-    steps = {name: facts.step for name, facts in facts_of(made).items()}
-    assert steps == {"quantized": 0.25, "others": 0, "integers": 1}
+    scales = {name: facts.scale for name, facts in facts_of(made).items()}
+    assert scales == {"quantized": 0.25, "others": 0, "integers": 1}
     assert natures(made) == {"quantized": "unit", "others": "any", "integers": "unit"}
