@@ -255,7 +255,7 @@ _SEVERAL = "several"
 
 
 def _operators() -> str:
-    """The section about ONNX's own tests: a row for each operator, for the EP alone and a build."""
+    """The section about ONNX's own tests: a row for each operator, for the plain EP and a build."""
     lines = []
     for path in sorted((FOLDER.parent / "benchmarks").glob("operators-*.json")):
         rows = json.loads(path.read_text(encoding="utf-8"))
@@ -263,14 +263,14 @@ def _operators() -> str:
         for row in rows.values():
             sums.update({"forms": row["forms"], "alone": row["alone"], **row["ends"]})
         lines.append(
-            f"### {path.stem.partition('-')[2]}\n\nOf {sums['forms']:,} tests the EP alone compiles "
+            f"### {path.stem.partition('-')[2]}\n\nOf {sums['forms']:,} tests the plain EP compiles "
             f"{sums['alone']} whole and right, a build {sums['right']:,}; the results of "
             f"{sums['folds']} more are constants.\n"
         )
         named = (
             "operator",
             "tests",
-            "the EP alone",
+            "the plain EP",
             "a build",
             "constant",
             "through",
@@ -340,7 +340,7 @@ A target. A model can have other values for it: each key is also allowed in
     "cut": """\
 The [part of a model](shapes.md#a-part-of-a-model) that is kept. At least one of the keys is needed.""",
     "validate": """\
-How a model is [validated](validation.md). The mode alone can replace the table:
+How a model is [validated](validation.md). Only the mode can replace the table:
 `validate = "require"`.""",
     "tolerance": """\
 The [limits](validation.md#the-comparison) of `validate.tolerance`. A limit of an output wins over that of all

@@ -288,7 +288,7 @@ def replace_files(
     """Copy ``files`` to their paths in ``folder``, and remove the ``obsolete`` ones: all of it, or nothing.
 
     A file that names others comes after them: it disappears first and appears last, so that a killed process
-    leaves none beside files of another version; `sweep` then finishes the work, or undoes it. One file alone
+    leaves none beside files of another version; `sweep` then finishes the work, or undoes it. A single file
     is replaced at once. ``check`` gets the folder with the copies, and may raise.
     Raises OSError, also if a file is in use: then all is as it was before.
     """

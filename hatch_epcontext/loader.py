@@ -131,7 +131,7 @@ def load(
     ``verify``: compare the manifest and all files beside the model with their recorded sha256, and refuse
     files that the manifest does not list.
     ``package``: the folder of another package that hatch-epcontext wrote. Trust it as you trust code.
-    ``session_options``: the app's own, for this call alone, to which those of the target are added; or a
+    ``session_options``: the app's own, only for this call, to which those of the target are added; or a
     function that creates them, for each target that is opened.
     ``provider_options``: more options for all targets except the source model.
     ``fallback_providers``: the providers of the source model, as ``InferenceSession`` takes them, in place of
@@ -416,7 +416,7 @@ class Variant:
         self.group = get(about, "group", str, "")
         # The axis of the batch in each input and output, if the build has proven that it can be split.
         self.batch: dict[str, dict[str, int]] = get(model, "batch", dict, {})
-        # In an editable install: the EPs of the configured targets, of which it has the source alone.
+        # In an editable install: the EPs of the configured targets, of which it has only the source.
         self.configured = texts(model, "targets")
         # Of the companion that has it, if this package has not; and why that cannot be used.
         self.module = texts(model, "modules").get(target, "")
@@ -562,7 +562,7 @@ def _targets_to_try(package: Package, name: str, request: Request) -> list[str]:
         target = SOURCE
     if target is not None and target not in known:
         raise LoadError(f"unknown target {target!r}. Known: {', '.join(known) or 'none'}.")
-    # An editable install may have source models alone.
+    # An editable install may have only source models.
     can_recompile = known == [SOURCE] or any(v.prepared or v.module for v in variants)
     if request.recompile and not can_recompile:
         raise LoadError(f"recompile needs a target of {name!r} with recompile = true")

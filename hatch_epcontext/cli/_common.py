@@ -142,7 +142,7 @@ def failed_jobs(config: Config) -> Mapping[tuple[str, str], Problem]:
             return {(model.name, target.name): error.problems[0] for model, target in jobs}
         problems = dict[tuple[str, str], Problem]()
         for model, target in jobs:
-            alone = (replace(model, targets=(target,)),)
-            problems |= failed_jobs(replace(config, models=alone))
+            models = (replace(model, targets=(target,)),)
+            problems |= failed_jobs(replace(config, models=models))
         return problems
     return {}

@@ -75,7 +75,7 @@ def _check_tables(
     *,
     dry_run: bool,
 ) -> None:
-    """Raise, before the download, what follows from the project and this machine alone."""
+    """Raise, before the download, what follows from only the project and this machine."""
     check_environment((), READING)
     table = as_if_pinned({"url": url})
     facts = InspectReply((), (), {}, {}, (), (), (), {})

@@ -116,7 +116,7 @@ class Environment:
 class Variable:
     """A variable for the ``key`` of a table, whose values have this ``type``.
 
-    ``table``: ``build`` or ``wheel``; empty for a setting of the environment alone.
+    ``table``: ``build`` or ``wheel``; empty for a setting that is only a variable.
     """
 
     key: dataclasses.Field[Any]

@@ -67,7 +67,7 @@ _RESERVED_SESSION_OPTIONS = {
 
 
 _ABSOLUTE = re.compile(r':\s*"((?:[/\\]|[A-Za-z]:[/\\]|{user-cache})[^"]*)"')
-"""A value in JSON that is an absolute path, or one that the loader replaces only where it stands alone."""
+"""A value in JSON that is an absolute path, or one that the loader replaces where nothing else is."""
 
 
 def check_options(key: Key, table: TargetTable, provider: Provider) -> Iterator[Problem]:

@@ -97,7 +97,7 @@ class Finder:
         if is_missing(place):
             message = f"there is no {what} at {show(path)}."
             if what == "model" and is_glob(path):
-                hint = f"A table has one model. Globs stand alone: models = [{show(path)}]."
+                hint = f"A table has one model. Write only the globs: models = [{show(path)}]."
                 yield Problem.at(key, Kind.FILE_NOT_FOUND, message, hint)
             else:
                 yield self._not_found(key, message, _near(place))

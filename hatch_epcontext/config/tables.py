@@ -390,7 +390,7 @@ class TargetTable:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateTable:
-    """``validate`` of a model; the mode alone may replace it."""
+    """``validate`` of a model; only the mode may replace it."""
 
     mode: ValidationMode = declare(
         "`auto` runs the artifact where the provider can; `require` fails where it cannot; "
@@ -504,7 +504,7 @@ class ModelTable:
         check=_license,
     )
     validate: ValidateTable | ValidationMode = declare(
-        "How the artifact is validated: the mode alone, or a table.",
+        "How the artifact is validated: only the mode, or a table.",
         "auto",
     )
 

@@ -167,8 +167,7 @@ def _check_chips(target: NamedTarget) -> Iterator[Problem]:
         hint = suggestion(name, provider.chips)
         yield Problem.at(place, Kind.INVALID_VALUE, message, hint)
     facts = [tuple(provider.facts_of([name]).items()) for name in table.chips]
-    is_alone = len(facts) == 1
-    if not unknown and not is_alone and (len({*facts} - {()}) < len(facts) or not facts):
+    if not unknown and len(facts) != 1 and (len({*facts} - {()}) < len(facts) or not facts):
         message = f"must name different chips, not {show(table.chip)}."
         yield Problem.at(place, Kind.INVALID_VALUE, message)
     for name in provider.facts_of(provider.chips):

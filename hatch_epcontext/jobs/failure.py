@@ -132,7 +132,7 @@ def _with_last_remedy(problem: Problem, job: Job, jobs: Iterable[Job]) -> Proble
         return problem
     missing = () if names else (Setting(Key(("targets", _CPU, "provider")), _CPU),)
     own = {model.key: Setting(model.key / "targets", names[:1] or [_CPU]) for model in job.models}
-    remedy = "Or, at last, compile the model for the CPU alone (targets)."
+    remedy = "Or, at last, compile the model only for the CPU (targets)."
     settings = (*problem.settings, *missing, *own.values())
     return replace(problem, causes=(*problem.causes, remedy), settings=settings)
 

@@ -13,7 +13,7 @@
   model.
 
 In the cache ``searches`` are found by the search key, ``artifacts`` by their own, and ``refs``, the keys of
-the latest artifacts, by the fingerprint alone, for builds that only read the cache.
+the latest artifacts, by only the fingerprint, for builds that only read the cache.
 """
 
 from __future__ import annotations

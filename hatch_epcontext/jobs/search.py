@@ -634,7 +634,7 @@ class Lost:
 
 
 def next_recipe(search: Search) -> Try | Validate | Won | Lost:
-    """What to do next. It follows from the search alone."""
+    """What to do next. It follows from nothing but the search."""
     try:
         return _next(search)
     except _UnvalidatedError as unvalidated:

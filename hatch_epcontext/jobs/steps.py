@@ -87,7 +87,7 @@ class Build:
 class Steps:
     """The steps of one job of ``build`` in workers, and of those whose results are run instead.
 
-    They keep what they prepare in ``folder``, by source and the steps of a recipe; and by source alone what
+    They keep what they prepare in ``folder``, by source and the steps of a recipe; and by source only what
     has its inputs and outputs on the CPU.
     """
 
@@ -347,8 +347,8 @@ class Steps:
     def _purpose(self, job: Job, recipe: Recipe, task: str) -> Hashable:
         """What small jobs of one target use the same processes for; None if this one has its own."""
         is_small = all(self.build.sources[model.name].size <= _SMALL for model in job.models)
-        is_alone = job.target.provider.exclusive_device or job.group is not None
-        return (task, job.target.name) if is_small and recipe.is_plain and not is_alone else None
+        is_apart = job.target.provider.exclusive_device or job.group is not None
+        return (task, job.target.name) if is_small and recipe.is_plain and not is_apart else None
 
 
 def validate_moved(

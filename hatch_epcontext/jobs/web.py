@@ -1,6 +1,6 @@
 """Files of web servers and of the model hub, with the standard library.
 
-The user's token goes to the hub alone, encrypted or on this machine, and never to the host of a redirect:
+The user's token goes only to the hub, encrypted or on this machine, and never to the host of a redirect:
 a hub redirects to the servers with its large files.
 """
 

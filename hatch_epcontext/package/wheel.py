@@ -147,7 +147,7 @@ def check_collisions(output: PurePosixPath, tree: Tree, own: frozenset[str]) -> 
         message = (
             f'the project has files of its own in "{output}": {listing(collisions, _MAX_NAMED)}.'
         )
-        hint = "Choose a folder for the models alone."
+        hint = "Choose a folder that has only the models."
         raise ConfigError(
             Problem.at(OUTPUT, Kind.NO_OUTPUT_PACKAGE, message, hint, Setting(OUTPUT, folder))
         )

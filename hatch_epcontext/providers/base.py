@@ -153,7 +153,7 @@ class CompilerLibrary:
 
 
 class Provider:
-    """Facts about one execution provider, and what it alone can say.
+    """Facts about one execution provider, and what only it can say.
 
     To add one, add a module to this package with a subclass, and an instance of that named ``PROVIDER``. It
     sets the attributes that have no value here, and what is different from the others.

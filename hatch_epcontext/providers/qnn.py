@@ -419,7 +419,7 @@ class Qnn(Provider):
         if device != "any" and backend not in (None, _BACKENDS.get(device, backend)):
             return {
                 "backend_type": f"names the backend {backend}, and the device is {device}: "
-                "set the device alone, and the backend follows"
+                "set only the device, and the backend follows"
             }
         soc, arch = options.get("soc_model", "0"), options.get("htp_arch", "0")
         if arch in ("0", _ARCH_OF_SOC.get(soc, arch)):

@@ -75,7 +75,7 @@ _OUTPUT_OPTIONS = frozenset(
 """Session options that name a file to write: ONNX Runtime refuses a package with one."""
 
 _ELSEWHERE = re.compile(r"(?:^|[\"'])(?:[/\\]|[A-Za-z]:[/\\])|(?:^|[/\\])\.\.(?:[/\\]|$)")
-"""What an absolute path and a parent folder have, alone or in JSON."""
+"""What an absolute path and a parent folder have, also in JSON."""
 
 
 @dataclass(frozen=True)

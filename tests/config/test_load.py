@@ -92,7 +92,7 @@ def test_the_environment_wins(project: Path, tmp_path: Path) -> None:
     # The second model is not for the CPU, and with this fallback its source is not shipped.
     assert [model.name for model in config.models] == ["first"]
     assert (config.build.jobs, config.build.timeout, config.editable) == (1, 5, "skip")
-    # The variable replaces the mode alone.
+    # The variable replaces only the mode.
     assert config.models[0].validate == ValidateTable(
         mode="structure", inputs="ones", tolerance=RTOL
     )

@@ -49,7 +49,10 @@ def test_an_invalid_path_is_reported_with_its_key(
     ("path", "hint"),
     [
         ("models/aa.onnx", 'Did you mean "a.onnx"?'),
-        ("models/*.onnx", 'A table has one model. Globs stand alone: models = ["models/*.onnx"].'),
+        (
+            "models/*.onnx",
+            'A table has one model. Write only the globs: models = ["models/*.onnx"].',
+        ),
     ],
 )
 def test_a_missing_model_has_a_hint(project: Path, path: str, hint: str) -> None:

@@ -499,7 +499,7 @@ def test_what_compiles_and_cannot_be_run_loses_to_what_can(project: Path) -> Non
     assert name_of(other.recipe) == "rewrite"
     problem = why(job_of(project), Ep({"plain": ()}, {"plain": failing}))
     assert (problem.kind, problem.step) == (Kind.COMPILE_FAILED, "validation")
-    assert problem.causes == ("Or, at last, compile the model for the CPU alone (targets).",)
+    assert problem.causes == ("Or, at last, compile the model only for the CPU (targets).",)
 
 
 def test_refusals_are_not_shared() -> None:

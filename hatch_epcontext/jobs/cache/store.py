@@ -103,7 +103,7 @@ def files_of(record: object) -> Mapping[str, FileRecord]:
 
 @dataclass(frozen=True)
 class Files:
-    """The record of files alone, by name; that of every entry with files has them too."""
+    """The record of only the files, by name; that of every entry with files has them too."""
 
     files: Mapping[str, FileRecord]
 

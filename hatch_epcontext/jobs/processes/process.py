@@ -181,8 +181,8 @@ class Workers:
             if surplus is not None:
                 surplus.close()
 
-    def start(self, log_path: Path, *, alone: bool) -> WorkerProcess:
-        """Start a process; ``alone``: without the server, which failed.
+    def start(self, log_path: Path, *, forked: bool) -> WorkerProcess:
+        """Start a process; ``forked``: by the server, where there is one.
 
         Raises BuildError after the build was stopped, and NotStartedError if the system refuses it.
         """
@@ -190,11 +190,11 @@ class Workers:
             if self.stopped:
                 raise interrupted()
             try:
-                if alone or not (self._is_open and CAN_FORK):
-                    process: WorkerProcess = Interpreter(log_path, self.memory_limit)
-                else:
+                if forked and self._is_open and CAN_FORK:
                     self._server = self._server or ForkServer(self._simulated)
-                    process = Fork(self._server)
+                    process: WorkerProcess = Fork(self._server)
+                else:
+                    process = Interpreter(log_path, self.memory_limit)
             except (OSError, RuntimeError) as error:
                 # Python raises RuntimeError if it cannot start a thread.
                 raise NotStartedError from error
@@ -289,7 +289,7 @@ class Worker:
 
     def _exchange(self, line: bytes, log: WorkerLog, label: str) -> tuple[bytes, bytes] | None:
         """The answer to the request ``line``, or the end of the worker; None after the timeout."""
-        workers, message, alone = self._workers, None, False
+        workers, message, forked = self._workers, None, True
         start = time.monotonic()
         if workers.log is not None:
             workers.log(f"{label} ...")
@@ -302,15 +302,15 @@ class Worker:
                     workers.progress(f"{label} {state if seconds >= 1 else 'begins'}")
                 try:
                     if self._process is None:
-                        self._process = workers.start(log.path, alone=alone)
+                        self._process = workers.start(log.path, forked=forked)
                     message = self._process.answer(line, min(left, _POLL_SECONDS))
                 except NotStartedError as error:
-                    if alone:
+                    if not forked:
                         raise not_started(error.__cause__) from error
                     # For example, an import in the server crashes: the log of a fresh interpreter shows more.
                     # Others stay with the server.
                     self.close()
-                    alone = True
+                    forked = False
                 if message is None:
                     if log.size > LOG_LIMIT:
                         raise flooded(log)

@@ -108,7 +108,7 @@ class WorkerProcess:
 _KILL_ON_JOB_CLOSE, _PROCESS_MEMORY, _EXTENDED_LIMIT_INFORMATION = 0x2000, 0x100, 9
 """Of job objects of Windows."""
 
-_ALONE = sum(
+_APART = sum(
     getattr(subprocess, flag, 0) for flag in ("CREATE_NEW_PROCESS_GROUP", "CREATE_NO_WINDOW")
 )
 """How a worker starts on Windows: without a window, and without Ctrl-C, which ends it through the build."""
@@ -132,7 +132,7 @@ class Interpreter(WorkerProcess):
                 env=worker_environment(),
                 # A group of its own, so that its children can be ended with it.
                 start_new_session=True,
-                creationflags=_ALONE,
+                creationflags=_APART,
             )
         self._job = _contain(self._process, memory_limit)
         assert self._process.stdin is not None, "it is a pipe"
