@@ -195,7 +195,7 @@ def validate_context(
     ``settings``: any other keys of a target, a model or the build, as in `compile_models`. With
     ``{"validate": "structure"}`` only the files are checked, and with ``{"validate": "auto"}`` a model that
     this machine cannot run is no error.
-    ``log``: gets the steps of the worker, and each line that it prints.
+    ``log``: gets what the worker does, and each line that it prints.
 
     Returns the facts of the model and its validation; without a source its ``agreements`` are empty.
     Raises InspectionError if the file is not a context model, a file is missing, or it is for another

@@ -1,4 +1,4 @@
-"""The steps of one build of Hatch: what the hook does for an sdist, a wheel and an editable install."""
+"""One build of Hatch: what the hook does for an sdist, a wheel and an editable install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The build hook: Hatch's calls become steps of a build, and typed errors become one message."""
+"""The build hook: Hatch's calls become parts of a build, and typed errors become one message."""
 
 from __future__ import annotations
 

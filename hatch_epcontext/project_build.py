@@ -1,4 +1,4 @@
-"""The steps of a build that are the same for each build back end."""
+"""What is the same in a build of each build back end."""
 
 from __future__ import annotations
 

@@ -71,14 +71,14 @@ def warn(text: str) -> None:
 
 
 def log(line: str) -> None:
-    """Print a line about a step, beside the command's output."""
+    """Print a line about what runs, beside the command's output."""
     echo(line, err=True)
 
 
 def make_workers(verbose: int, timeout: float, memory_limit: int | None = None) -> Workers:
     """Workers with these limits, in seconds and bytes.
 
-    Steps that run for long are printed, and the workers' log if ``--verbose`` was given.
+    What runs for long is printed, and the workers' log if ``--verbose`` was given.
     """
     return Workers(timeout, log if verbose else None, verbose > 1, memory_limit, log)
 

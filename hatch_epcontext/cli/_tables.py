@@ -20,7 +20,7 @@ from hatch_epcontext.files import write_atomically
 from hatch_epcontext.package.wheel import MAX_SIZE
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.text import listing, show_size
-from hatch_epcontext.tools.adding import NewModel, Pyproject, add_models, next_steps, one_line
+from hatch_epcontext.tools.adding import NewModel, Pyproject, add_models, left_to_do, one_line
 from hatch_epcontext.tools.environment import provider_states
 from hatch_epcontext.tools.project import Project
 
@@ -60,7 +60,7 @@ def add_tables(
     dry_run: bool,
     trial: bool = False,
 ) -> None:
-    """Write the tables of ``models`` and of new ``targets``, and show the next steps.
+    """Write the tables of ``models`` and of new ``targets``, and show what is left to do.
 
     With ``trial`` the models are compiled first.
     """
@@ -92,7 +92,7 @@ def add_tables(
         ("Models:", [_describe(m) for m in new if m.outcomes or m.facts.external_data]),
         (heading, questions),
         ("Note:", _size_notes(pyproject.root, new)),
-        *next_steps(Project(pyproject.root, parse(after)), config),
+        *left_to_do(Project(pyproject.root, parse(after)), config),
     ):
         if advice:
             echo(f"\n{title}", lines=True)

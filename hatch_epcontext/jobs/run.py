@@ -33,7 +33,7 @@ from hatch_epcontext.text import listing
 
 T = TypeVar("T")
 
-_STEP = 0.5
+_POLL = 0.5
 """Seconds that a build waits for a job before it checks for an interruption."""
 
 _JOB_MEMORY = 1 << 30
@@ -260,7 +260,7 @@ def _run(
 def _result(future: Future[T]) -> T:
     # On Windows Ctrl-C does not interrupt a wait, and takes effect at its end.
     while not future.done():
-        wait([future], _STEP)
+        wait([future], _POLL)
     return future.result()
 
 

@@ -87,7 +87,7 @@ class Build:
 class Steps:
     """The steps of one job of ``build`` in workers, and of those whose results are run instead.
 
-    They keep what they prepare in ``folder``, by source and the steps of a recipe; and by source only what
+    They keep what they prepare in ``folder``, by source and the parts of a recipe; and by source only what
     has its inputs and outputs on the CPU.
     """
 

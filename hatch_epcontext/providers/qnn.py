@@ -339,7 +339,7 @@ class Qnn(Provider):
     # wrong in any format.
     rewrites: tuple[RewriteName, ...] = ("int64-outputs", *WHOLE)
     example = 'chip = "snapdragon-x-elite"'
-    # The NPU computes in float16, and a Sigmoid in steps of 0.004. On real models right outputs have 25 dB
+    # The NPU computes in float16, and a Sigmoid in units of 0.004. On real models right outputs have 25 dB
     # and more, wrong ones less than 20.
     tolerance = Tolerance(snr=20, cosine=0.99, unit=0.1)
     # Statically quantized models: their inputs and outputs are quantized on the CPU by default.

@@ -382,7 +382,7 @@ def one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-def next_steps(project: Project, config: Config) -> list[tuple[str, list[str]]]:
+def left_to_do(project: Project, config: Config) -> list[tuple[str, list[str]]]:
     """What is left to do in the app and in its metadata: headings with lines."""
     name, *others = dict.fromkeys(to_toml(model.configured_name) for model in config.models)
     more = f"  # or {', '.join(others)}" if others else ""

@@ -61,17 +61,17 @@ class File:
     text: str
 
 
-def steps_of(page: str, text: str) -> list[Command | File | Line]:
+def items_of(page: str, text: str) -> list[Command | File | Line]:
     """The commands and files of a page, in their order, and the lines for a shell that call others."""
     found: list[Command | File | Line] = []
-    for step in lines_of(page, text):
-        commands = list(_commands(step)) if isinstance(step, Line) else []
-        found += commands or [step]
+    for item in lines_of(page, text):
+        commands = list(_commands(item)) if isinstance(item, Line) else []
+        found += commands or [item]
     blank = _FENCE.sub(lambda match: re.sub(r"[^\n]", "", match[0]), text)
     for match in re.finditer(r"`(epcontext\s[^`]+)`", blank):
         line = Line(page, blank.count("\n", 0, match.start()) + 1, match[1])
         found += [each for each in _commands(line) if len(each.words) > 1]
-    return sorted(found, key=lambda step: step.line)
+    return sorted(found, key=lambda item: item.line)
 
 
 def lines_of(page: str, text: str) -> Iterator[Line | File]:
@@ -144,16 +144,16 @@ def _general(line: str) -> str:
     return re.sub(r"([━─═])\1+|\s+", lambda match: match[1] or " ", line).strip()
 
 
-def _commands(step: Line) -> Iterator[Command]:
+def _commands(item: Line) -> Iterator[Command]:
     """The calls of ``epcontext`` in one line for a shell."""
-    lexer = shlex.shlex(step.text, posix=True, punctuation_chars=True)
+    lexer = shlex.shlex(item.text, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     lexer.commenters = "#"
     call: list[str] = []
     for word in [*lexer, ";"]:
         if word in _OPERATORS:
             if call:
-                yield Command(step.page, step.line, shlex.join(call), tuple(call[1:]), step.output)
+                yield Command(item.page, item.line, shlex.join(call), tuple(call[1:]), item.output)
             call = []
         elif call or word == "epcontext":
             call.append(word)
@@ -165,9 +165,9 @@ def pages(repository: Path) -> dict[str, list[Command | File | Line]]:
     found = {
         path.relative_to(repository).as_posix(): path.read_text(encoding="utf-8") for path in files
     }
-    steps = {name: steps_of(name, text) for name, text in found.items()}
+    items = {name: items_of(name, text) for name, text in found.items()}
     return {
         name: listed
-        for name, listed in steps.items()
-        if any(isinstance(step, Command) for step in listed)
+        for name, listed in items.items()
+        if any(isinstance(item, Command) for item in listed)
     }

@@ -22,7 +22,7 @@ from tests.docs.pages import Command, File, Line, missing, pages
 pytestmark = pytest.mark.slow
 
 PAGES = pages(REPOSITORY)
-COMMANDS = [step for steps in PAGES.values() for step in steps if isinstance(step, Command)]
+COMMANDS = [item for items in PAGES.values() for item in items if isinstance(item, Command)]
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,14 @@ def test_every_command_of_a_page_runs(
     settings.PAGES.get(page, settings.Page()).project(folder)
     monkeypatch.chdir(folder)
     monkeypatch.setenv(f"{PREFIX}CACHE_DIR", str(cache))
-    for step in PAGES[page]:
-        if isinstance(step, File):
-            Path(step.path).parent.mkdir(parents=True, exist_ok=True)
-            Path(step.path).write_text(step.text, encoding="utf-8")
-        elif isinstance(step, Line):
-            script(step)
-        elif step.text not in settings.NOT_RUN:
-            run(step)
+    for item in PAGES[page]:
+        if isinstance(item, File):
+            Path(item.path).parent.mkdir(parents=True, exist_ok=True)
+            Path(item.path).write_text(item.text, encoding="utf-8")
+        elif isinstance(item, Line):
+            script(item)
+        elif item.text not in settings.NOT_RUN:
+            run(item)
 
 
 def run(command: Command) -> None:
@@ -100,7 +100,7 @@ def test_every_setting_is_for_a_command_or_a_page() -> None:
         *settings.NOT_RUN,
     }
     assert named <= {command.text for command in COMMANDS}
-    lines = {step.text for steps in PAGES.values() for step in steps if isinstance(step, Line)}
+    lines = {item.text for items in PAGES.values() for item in items if isinstance(item, Line)}
     assert set(settings.SCRIPTS) <= lines
     assert set(settings.PAGES) <= set(PAGES)
     assert len(COMMANDS) > 50

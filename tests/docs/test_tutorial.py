@@ -16,7 +16,7 @@ from tests.docs import settings
 from tests.docs.pages import File, Line, lines_of, missing
 
 PAGE = "docs/tutorial.md"
-STEPS = list(lines_of(PAGE, (REPOSITORY / PAGE).read_text(encoding="utf-8")))
+ITEMS = list(lines_of(PAGE, (REPOSITORY / PAGE).read_text(encoding="utf-8")))
 
 pytestmark = [
     pytest.mark.front_ends,
@@ -28,17 +28,17 @@ pytestmark = [
 
 
 def script() -> str:
-    """All steps for a shell; before the output of each command is a line with its number."""
+    """All items for a shell; before the output of each command is a line with its number."""
     lines = ["set -e"]
-    for number, step in enumerate(STEPS):
-        if isinstance(step, File):
-            path = shlex.quote(step.path)
+    for number, item in enumerate(ITEMS):
+        if isinstance(item, File):
+            path = shlex.quote(item.path)
             lines.append(f'mkdir -p "$(dirname {path})"\ncat > {path} <<"END OF {number}"')
-            lines.append(f"{step.text}END OF {number}")
+            lines.append(f"{item.text}END OF {number}")
         else:
-            failing = settings.FAILING.get(step.text)
+            failing = settings.FAILING.get(item.text)
             ends = f" || test $? -eq {failing.code}" if failing else ""
-            lines.append(f"echo '@ {number}'\n{step.text}{ends}")
+            lines.append(f"echo '@ {number}'\n{item.text}{ends}")
     return "\n".join(lines)
 
 
@@ -57,10 +57,10 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    print(done.stdout)  # noqa: T201 (the steps of a test that takes minutes)
+    print(done.stdout)  # noqa: T201 (the items of a test that takes minutes)
     assert done.returncode == 0
     _, *parts = re.split(r"^@ (\d+)\n", done.stdout, flags=re.MULTILINE)
     printed = {int(number): text for number, text in zip(parts[::2], parts[1::2], strict=True)}
-    for number, step in enumerate(STEPS):
-        if isinstance(step, Line):
-            assert missing(step.output, printed[number]) == [], f"{PAGE}:{step.line}: {step.text}"
+    for number, item in enumerate(ITEMS):
+        if isinstance(item, Line):
+            assert missing(item.output, printed[number]) == [], f"{PAGE}:{item.line}: {item.text}"

@@ -52,15 +52,15 @@ import json, sys
 from digits_app import epcontext
 from digits_app.classify import classify, read_image
 
-steps = epcontext.explain("digits", device="any")
+attempts = epcontext.explain("digits", device="any")
 numbers = {}
-for target in (step.target for step in steps):
+for target in (attempt.target for attempt in attempts):
     try:
         session = epcontext.load("digits", target=target, device="any", verify=True)
         numbers[target] = classify(session, read_image(sys.argv[1]))
     except epcontext.LoadError:
         pass
-print(json.dumps([[[s.target, s.outcome, s.reason] for s in steps], numbers]))
+print(json.dumps([[[s.target, s.outcome, s.reason] for s in attempts], numbers]))
 """
 
 MISSING = "its models are not installed: pip install 'digits-app[{}]'"
@@ -98,10 +98,10 @@ class Index:
 
 
 def open_all(environment: Environment, project: Path) -> tuple[list[Any], dict[str, Any]]:
-    """The steps of the app, and what each target reads in an image of a 3."""
+    """The attempts of the app, and what each target reads in an image of a 3."""
     image = project / "samples" / "3.png"
-    steps, numbers = printed_json(environment.python("-c", SCRIPT, image))
-    return steps, numbers
+    attempts, numbers = printed_json(environment.python("-c", SCRIPT, image))
+    return attempts, numbers
 
 
 @pytest.fixture(scope="module")
@@ -144,17 +144,17 @@ def test_an_app_gets_its_models_from_companions(index: Index, tmp_path: Path) ->
     source = ["source", "skipped", MISSING.format("cpu")]
     assert open_all(plain, index.project) == ([*skipped, source], {})
     index.pip(plain, "install", "digits-app[cpu]")
-    steps, numbers = open_all(plain, index.project)
-    assert [step[1] for step in steps] == ["skipped", "opened", "not needed"]
+    attempts, numbers = open_all(plain, index.project)
+    assert [attempt[1] for attempt in attempts] == ["skipped", "opened", "not needed"]
     assert [digit for digit, _ in numbers.values()] == [3, 3]
 
     whole = make_environment(tmp_path / "whole", env)
     index.uv(whole, "digits-app[x-elite,cpu]")
-    steps, numbers = open_all(whole, index.project)
-    assert [step[:2] for step in steps] == [
+    attempts, numbers = open_all(whole, index.project)
+    assert [attempt[:2] for attempt in attempts] == [
         ["x-elite", "opened"], ["cpu", "not needed"], ["source", "not needed"],
     ]  # fmt: skip
-    assert steps[0][2] == "QNNExecutionProvider on cpu"
+    assert attempts[0][2] == "QNNExecutionProvider on cpu"
     assert numbers["x-elite"][0] == 3
     assert numbers["x-elite"][1] == pytest.approx(numbers["cpu"][1], abs=0.02)
     companion = next(whole.folder.rglob("digits_app_models_x_elite"))
@@ -165,7 +165,7 @@ def test_an_app_gets_its_models_from_companions(index: Index, tmp_path: Path) ->
     index.write("1.0.1", "1")
     index.run("hatchling", "build", "-t", "wheel")
     index.uv(whole, "-U", "digits-app")
-    assert open_all(whole, index.project) == (steps, numbers)
+    assert open_all(whole, index.project) == (attempts, numbers)
     # With another model they are refused, and pip and uv leave them.
     model = onnx.load(index.project / "models" / "digits.onnx")
     onnx.helper.set_model_props(model, {"trained": "again"})
@@ -173,16 +173,16 @@ def test_an_app_gets_its_models_from_companions(index: Index, tmp_path: Path) ->
     index.write("1.1.0", "2")
     index.run("hatchling", "build", "-t", "wheel")
     index.pip(whole, "install", "-U", "digits-app")
-    steps, numbers = open_all(whole, index.project)
-    assert ([step[1] for step in steps], numbers) == (["failed"] * 3, {})
-    assert steps[0][2] == (
+    attempts, numbers = open_all(whole, index.project)
+    assert ([attempt[1] for attempt in attempts], numbers) == (["failed"] * 3, {})
+    assert attempts[0][2] == (
         "digits_app_models_x_elite is for another version of this model: pip install "
         "'digits-app[x-elite]'"
     )
     index.run("epcontext", "companions", "--companion", "digits-app-models-cpu")
     index.pip(whole, "install", "digits-app[cpu]")
-    steps, numbers = open_all(whole, index.project)
-    assert [step[1] for step in steps] == ["failed", "opened", "not needed"]
+    attempts, numbers = open_all(whole, index.project)
+    assert [attempt[1] for attempt in attempts] == ["failed", "opened", "not needed"]
     index.pip(whole, "uninstall", "-y", "digits-app-models-x-elite", "digits-app-models-cpu")
     assert open_all(whole, index.project) == ([*skipped, source], {})
     assert not list(whole.folder.rglob("digits_app_models_*"))
@@ -197,6 +197,6 @@ def test_a_frozen_app_has_the_companions_that_were_installed(index: Index, tmp_p
     assert "digits_app_models_cpu is not installed, and left out" in text
     program = (tmp_path / "dist").rename(tmp_path / "moved") / "main" / "main"
     image = index.project / "samples" / "3.png"
-    steps, numbers = printed_json(run(program, image, cwd=tmp_path, env={"HOME": str(tmp_path)}))
-    assert [step[1] for step in steps] == ["opened", "not needed", "not needed"]
+    attempts, numbers = printed_json(run(program, image, cwd=tmp_path, env={"HOME": str(tmp_path)}))
+    assert [attempt[1] for attempt in attempts] == ["opened", "not needed", "not needed"]
     assert numbers["x-elite"][0] == 3

@@ -1,6 +1,6 @@
 """ONNX Runtime itself opens the folder in the wheel, as it does for an app in C, C++ or C#.
 
-Each step is a process of its own in the app's environment, so that a crash of an EP is a failure and no
+Each part is a process of its own in the app's environment, so that a crash of an EP is a failure and no
 more, and so that the ONNX Runtime behind ``ctypes`` and the one inside Python never meet.
 """
 

@@ -31,8 +31,8 @@ answers = {}
 for target in ("openvino", "cpu", "source"):
     session = load("digits", target=target)
     answers[target_of(session)] = session.run(None, x)[0].tolist()
-steps = [[step.target, step.outcome.value] for step in explain("digits")]
-print(json.dumps([onnxruntime.__version__, steps, answers]))
+attempts = [[attempt.target, attempt.outcome.value] for attempt in explain("digits")]
+print(json.dumps([onnxruntime.__version__, attempts, answers]))
 """
 
 
@@ -57,9 +57,9 @@ def wheel(
 def test_every_target_opens(wheel: Path, runtime: str, tmp_path: Path, env: dict[str, str]) -> None:
     environment = make_environment(tmp_path / "venv", env)
     environment.install(wheel, runtime, "onnxruntime-ep-openvino")
-    version, steps, answers = printed_json(environment.python("-c", SCRIPT))
+    version, attempts, answers = printed_json(environment.python("-c", SCRIPT))
     if "==" in runtime:
         assert runtime.endswith(version)
-    assert steps == [["openvino", "opened"], ["cpu", "not needed"], ["source", "not needed"]]
+    assert attempts == [["openvino", "opened"], ["cpu", "not needed"], ["source", "not needed"]]
     for logits in answers.values():
         assert logits[0] == pytest.approx(answers["source"][0], abs=1e-3)

@@ -75,6 +75,6 @@ def test_contexts_for_the_cpu_are_compiled_shipped_and_opened(tmp_path: Path) ->
     source = open_session(project / "models" / "a.onnx", cpu_options())
     expected = source.run(None, {"x": x})[0]
     for name in ("a", "b"):
-        outputs, steps = opened[name]
+        outputs, attempts = opened[name]
         np.testing.assert_allclose(outputs, expected, rtol=1e-3, atol=1e-4)
-        assert steps[0] == "openvino: opened, OpenVINOExecutionProvider on cpu"
+        assert attempts[0] == "openvino: opened, OpenVINOExecutionProvider on cpu"

@@ -34,8 +34,8 @@ device = None if device == "best" else device
 session = load("digits", device=device, verify=True)
 digit, _ = classify(session, read_image(image))
 print(models(), target_of(session), digit)
-for step in explain("digits", device=device):
-    print(step)
+for attempt in explain("digits", device=device):
+    print(attempt)
 with path("digits") as file:
     print(file.name, file.is_file())
 """

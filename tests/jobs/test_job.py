@@ -58,7 +58,7 @@ def models(project: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def change(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file with what workers do around their steps: action, before or after, path and source."""
+    """The file with what workers do around their work: action, before or after, path and source."""
     return tmp_path_factory.mktemp("site") / "change"
 
 

@@ -229,8 +229,8 @@ class Shipper:
         return printed_json(output)
 
 
-def outcomes(steps: list[Any]) -> list[tuple[str, str]]:
-    return [(step.target, step.outcome) for step in steps]
+def outcomes(attempts: list[Any]) -> list[tuple[str, str]]:
+    return [(attempt.target, attempt.outcome) for attempt in attempts]
 
 
 def device(kind: str, vendor: str = "Some", **metadata: str) -> SimpleNamespace:

@@ -61,9 +61,9 @@ def ship_app(ship: Shipper, modules: Mapping[str, str] = MODULES, **variants: Ta
 def test_what_is_not_installed_is_skipped_with_the_command(ship: Shipper) -> None:
     app = ship_app(ship)
     assert app.models() == ["a"]
-    steps = app.explain("a", recompile=True)
-    assert outcomes(steps) == [(name, "skipped") for name in MODULES]
-    assert steps[0].reason == "its models are not installed: pip install 'my-app[npu]'"
+    attempts = app.explain("a", recompile=True)
+    assert outcomes(attempts) == [(name, "skipped") for name in MODULES]
+    assert attempts[0].reason == "its models are not installed: pip install 'my-app[npu]'"
     with pytest.raises(app.LoadError, match=r"'a' on npu: .*pip install 'my-app\[npu\]'"):
         app.path("a").__enter__()
     options = onnxruntime.SessionOptions()
@@ -79,8 +79,8 @@ def test_targets_of_the_app_and_of_companions_are_tried_in_the_configured_order(
 ) -> None:
     folder = install("my_cpu", cpu=CPU)
     app = ship_app(ship, {**MODULES, "source": ""}, source=SOURCE)
-    steps = app.explain("a", recompile=True)
-    assert outcomes(steps) == [NPU_MISSING, ("cpu", "opened"), ("source", "not needed")]
+    attempts = app.explain("a", recompile=True)
+    assert outcomes(attempts) == [NPU_MISSING, ("cpu", "opened"), ("source", "not needed")]
     for verify in (False, True):
         session = app.load("a", target="cpu", verify=verify)
         assert session.run(None, X)[0].shape == (1, 10)
@@ -104,10 +104,10 @@ def test_models_of_another_version_are_refused(
     install("my_cpu", "2", cpu=CPU)
     # One that lacks the target.
     install("my_npu", cpu=CPU)
-    steps = ship_app(ship, {**MODULES, "source": ""}, source=SOURCE).explain("a")
-    assert outcomes(steps) == [("npu", "failed"), ("cpu", "failed"), ("source", "opened")]
+    attempts = ship_app(ship, {**MODULES, "source": ""}, source=SOURCE).explain("a")
+    assert outcomes(attempts) == [("npu", "failed"), ("cpu", "failed"), ("source", "opened")]
     reason = "my_cpu is for another version of this model: pip install 'my-app[cpu]'"
-    assert steps[1].reason == reason
+    assert attempts[1].reason == reason
     assert reason in caplog.text
 
 
@@ -181,5 +181,5 @@ def test_a_runner_takes_the_sizes_of_companions(
     app = ship_app(ship, {**MODULES, "source": ""}, source=SOURCE)
     runner = app.runner("a")
     assert runner.run(None, {"x": np.ones((5, 1, 8, 8), np.float32)})[0].shape == (5, 10)
-    runs = [step.reason.rpartition(", ")[2] for step in runner.explain()[1:]]
+    runs = [attempt.reason.rpartition(", ")[2] for attempt in runner.explain()[1:]]
     assert runs == ["runs: 2", "runs: 1"]

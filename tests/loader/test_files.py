@@ -97,7 +97,7 @@ def test_a_file_that_the_manifest_does_not_record_is_missing(ship: Shipper) -> N
 
 def test_a_package_that_changes_is_read_again(ship: Shipper) -> None:
     app = ship(cpu=CPU)
-    assert [step.target for step in app.explain("a")] == ["cpu", "source"]
+    assert [attempt.target for attempt in app.explain("a")] == ["cpu", "source"]
     manifest = json.loads((ship.folder / "manifest.json").read_text("utf-8"))
     manifest["components"]["another"] = manifest["components"].pop("a")
     del manifest["components"]["another"]["additional_metadata"]
@@ -143,11 +143,11 @@ def test_verify_finds_every_flipped_byte(ship: Shipper) -> None:
     app = ship(cpu=CPU)
     files = [ship.folder / "manifest.json", weights, ship.folder / "a/cpu/a_optimized.onnx"]
     files.append(ship.folder / "__init__.py")
-    steps = {".json": 2, ".bin": 1, ".onnx": 200, ".py": 2000}
+    distances = {".json": 2, ".bin": 1, ".onnx": 200, ".py": 2000}
     count = 0
     for file in files:
-        size, step = file.stat().st_size, steps[file.suffix]
-        for _ in flipped(file, [*range(0, size, step), size - 1]):
+        size, distance = file.stat().st_size, distances[file.suffix]
+        for _ in flipped(file, [*range(0, size, distance), size - 1]):
             app._read.cache_clear()
             with pytest.raises(app.LoadError):
                 app.load("a", target="cpu", verify=True)
@@ -164,6 +164,6 @@ def test_verify_refuses_what_the_manifest_does_not_list(ship: Shipper) -> None:
         extra.parent.mkdir(exist_ok=True)
         extra.write_bytes(b"not listed")
         assert app.target_of(app.load("a")) == "cpu"
-        (step, _) = app.explain("a", verify=True)
-        assert step.reason == f"{name} is not in the manifest, and cannot be verified"
+        (attempt, _) = app.explain("a", verify=True)
+        assert attempt.reason == f"{name} is not in the manifest, and cannot be verified"
         extra.unlink()

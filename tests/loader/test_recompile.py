@@ -69,8 +69,8 @@ def test_a_target_is_compiled_before_the_next_one_is_opened(qnn: Shipper) -> Non
         assert app.target_of(app.load("a", device="any", fallback=fallback)) == "cpu"
     assert kept(app) == [], "only on request"
     assert app.target_of(jit(app)) == "npu"
-    steps = app.explain("a", device="any", recompile=True)
-    assert outcomes(steps) == [
+    attempts = app.explain("a", device="any", recompile=True)
+    assert outcomes(attempts) == [
         ("npu", "failed"),
         ("npu", "opened"),
         ("cpu", "not needed"),
@@ -96,8 +96,8 @@ def test_options_that_name_files_have_those_of_the_package(qnn: Shipper) -> None
 
 def test_on_a_machine_without_the_device_nothing_is_compiled(ship: Shipper) -> None:
     app = ship(npu=changed(NPU, prepared="prepared/a.onnx"))
-    steps = app.explain("a", recompile=True)
-    assert outcomes(steps) == [("npu", "skipped"), ("source", "opened")]
+    attempts = app.explain("a", recompile=True)
+    assert outcomes(attempts) == [("npu", "skipped"), ("source", "opened")]
     assert kept(app) == []
 
 
@@ -130,9 +130,9 @@ def test_a_context_that_does_not_open_is_compiled_once(
     assert onnx.load(folder / "a_ctx.onnx").graph.node[0].op_type == "EPContext"
     written = (folder / "a_ctx.onnx").stat().st_mtime_ns
     caplog.clear()
-    steps = app.explain("a", device="any", recompile=True)
-    assert outcomes(steps) == [("npu", "failed"), ("npu", "opened"), ("source", "not needed")]
-    assert steps[1].reason == f"{QNN_EP} on cpu, compiled on this machine"
+    attempts = app.explain("a", device="any", recompile=True)
+    assert outcomes(attempts) == [("npu", "failed"), ("npu", "opened"), ("source", "not needed")]
+    assert attempts[1].reason == f"{QNN_EP} on cpu, compiled on this machine"
     jit(app)
     assert "is compiled" not in caplog.text
     assert kept(app) == [folder]
@@ -194,8 +194,8 @@ def test_a_changed_manifest_is_found_on_request_also_where_it_was_compiled(
     jit(broken)
     manifest = qnn.folder / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"basic"', b'"BASIC"'))
-    steps = broken.explain("a", device="any", recompile=True, verify=True)
-    assert {step.outcome for step in steps} == {"failed"}
+    attempts = broken.explain("a", device="any", recompile=True, verify=True)
+    assert {attempt.outcome for attempt in attempts} == {"failed"}
 
 
 AT_ONCE = """
@@ -208,8 +208,8 @@ while not Path(sys.argv[2]).exists():
     time.sleep(0.001)
 records = []
 logging.getLogger("shipped").addFilter(lambda record: records.append(record.msg))
-steps = explain("a", device="any", recompile=True)
-print(json.dumps([[str(each) for each in steps], sum("is compiled" in each for each in records)]))
+attempts = explain("a", device="any", recompile=True)
+print(json.dumps([[str(each) for each in attempts], sum("is compiled" in each for each in records)]))
 """
 
 
@@ -284,10 +284,10 @@ def test_a_prepared_model_that_cannot_be_compiled_is_a_failure(
     # It matters only where it is compiled.
     assert app.target_of(app.load("a", device="any", verify=True)) == "npu"
     damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
-    steps = app.explain("a", device="any", recompile=True)
-    assert outcomes(steps) == [("npu", "failed"), ("npu", "failed"), ("source", "opened")]
-    assert steps[1].reason.startswith("compiling it on this machine: ")
-    assert reason in steps[1].reason
+    attempts = app.explain("a", device="any", recompile=True)
+    assert outcomes(attempts) == [("npu", "failed"), ("npu", "failed"), ("source", "opened")]
+    assert attempts[1].reason.startswith("compiling it on this machine: ")
+    assert reason in attempts[1].reason
     # Nothing is left over but the lock.
     (lock,) = (app.user_folder() / "compiled").iterdir()
     assert lock.suffix == ".lock"
@@ -372,7 +372,7 @@ def test_a_kept_context_whose_ep_is_missing_is_not_thrown_away(
 
     monkeypatch.setattr(broken.Opener, "open", refuse)
     caplog.clear()
-    step = broken.explain("a", device="any", recompile=True)[0]
-    assert str(step) == "npu: skipped, the session was opened without it"
+    attempt = broken.explain("a", device="any", recompile=True)[0]
+    assert str(attempt) == "npu: skipped, the session was opened without it"
     assert kept(broken) == [own]
     assert "is compiled" not in caplog.text

@@ -53,7 +53,7 @@ def test_a_batch_is_split_into_the_compiled_ones(ship: Shipper, rows: Any) -> No
 def test_rows_that_fill_no_batch_run_on_the_source(ship: Shipper, rows: Any) -> None:
     runner = write(ship, 3, batch=BATCH).runner("a")
     assert runner.run(["y"], {"x": rows})[0].shape == (7, 10)
-    assert [step.reason.rpartition(" ")[2] for step in runner.explain()] == ["2", "1"]
+    assert [attempt.reason.rpartition(" ")[2] for attempt in runner.explain()] == ["2", "1"]
 
 
 def test_a_batch_that_may_not_be_split_runs_whole(ship: Shipper, rows: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_target_that_fails_is_one_warning(
 def test_no_rows_run_where_the_batch_is_open(ship: Shipper, rows: Any) -> None:
     runner = write(ship, 1, batch=BATCH).runner("a")
     assert runner.run(None, {"x": rows[:0]})[0].shape == (0, 10)
-    assert [step.reason.rpartition(" ")[2] for step in runner.explain()] == ["0", "1"]
+    assert [attempt.reason.rpartition(" ")[2] for attempt in runner.explain()] == ["0", "1"]
 
 
 def test_threads_share_the_sessions(ship: Shipper, rows: Any) -> None:
@@ -155,7 +155,7 @@ class TestSeveralSizes:
         z, y = runner.run(["z", "y"], feeds)
         np.testing.assert_array_equal(y, x + b)
         np.testing.assert_array_equal(z, -b)
-        assert [step.reason.rpartition(" ")[2] for step in runner.explain()] == runs
+        assert [attempt.reason.rpartition(" ")[2] for attempt in runner.explain()] == runs
 
     def test_a_batch_that_is_broadcast_runs_whole(self, app: Any) -> None:
         x, runner = np.ones((8, 4), np.float32), app.runner("a")

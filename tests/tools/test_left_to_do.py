@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.tools.adding import Pyproject, next_steps
+from hatch_epcontext.tools.adding import Pyproject, left_to_do
 
 TABLE = """\
 [tool.epcontext.targets.qnn]
@@ -16,12 +16,12 @@ path = "my_app/c.onnx"
 """
 
 
-def steps(project: Path, text: str) -> dict[str, str]:
+def lines_of(project: Path, text: str) -> dict[str, str]:
     """The lines below each heading."""
     (project / "my_app" / "c.onnx").touch()
     (project / "pyproject.toml").write_text(text, encoding="utf-8")
     pyproject = Pyproject(project)
-    headings = next_steps(pyproject.project, pyproject.load(pyproject.text))
+    headings = left_to_do(pyproject.project, pyproject.load(pyproject.text))
     return {heading: "\n".join(lines) for heading, lines in headings}
 
 
@@ -35,9 +35,9 @@ def head(more: str = "", backend: str = "hatchling.build") -> str:
 def test_the_lines_of_the_app_are_those_of_the_project(project: Path) -> None:
     (project / "models" / "c.onnx").touch()
     more = '[[tool.epcontext.models]]\npath = "models/c.onnx"\nname = "d"\n'
-    app = steps(project, head() + TABLE + more)["In the app:"]
+    app = lines_of(project, head() + TABLE + more)["In the app:"]
     assert app == 'from my_app.epcontext import load\nsession = load("c")  # or "d"'
-    chosen = steps(project, head() + '[tool.epcontext]\noutput = "x/y"\n' + TABLE)
+    chosen = lines_of(project, head() + '[tool.epcontext]\noutput = "x/y"\n' + TABLE)
     assert "from x.y import load" in chosen["In the app:"]
 
 
@@ -52,14 +52,14 @@ def test_the_lines_of_the_app_are_those_of_the_project(project: Path) -> None:
 def test_missing_dependencies_of_the_app_are_listed(
     project: Path, listed: str, expected: list[str]
 ) -> None:
-    lines = steps(project, head(listed) + TABLE)["In the dependencies of the app:"].splitlines()
+    lines = lines_of(project, head(listed) + TABLE)["In the dependencies of the app:"].splitlines()
     assert len(lines) == len(expected)
     assert all(map(str.startswith, lines, expected))
 
 
 def test_an_import_package_that_is_not_there_is_named_after_the_project(project: Path) -> None:
     (project / "my_app" / "__init__.py").unlink()
-    without = steps(project, head() + TABLE)
+    without = lines_of(project, head() + TABLE)
     assert "from my_app.epcontext import load" in without["In the app:"]
 
 
@@ -68,10 +68,10 @@ def test_poetry_has_tables_of_its_own(project: Path) -> None:
         '[build-system]\nrequires = ["poetry-core"]\nbuild-backend = "poetry.core.masonry.api"\n'
         '[tool.poetry]\nname = "my-app"\n[tool.poetry.dependencies]\npython = "{}"\n{}'
     )
-    advice = steps(project, poetry.format("^3.9", "") + TABLE)
+    advice = lines_of(project, poetry.format("^3.9", "") + TABLE)
     first, second = advice["In [tool.poetry.dependencies]:"].splitlines()
     assert first == 'onnxruntime = ">=1.23"'
     assert second.startswith('onnxruntime-qnn = { version = ">=2.7", markers = "python_version >= ')
     listed = 'onnxruntime = "^1.23"\nonnxruntime-qnn = { version = "*", optional = true }\n'
-    advice = steps(project, poetry.format(">=3.10,<4", listed) + TABLE)
+    advice = lines_of(project, poetry.format(">=3.10,<4", listed) + TABLE)
     assert advice["In [tool.poetry.dependencies]:"] == ""
