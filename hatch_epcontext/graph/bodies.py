@@ -25,7 +25,7 @@ _FEW = 15
 
 
 def fix_states(model: onnx.ModelProto) -> None:
-    """Give the results of the Loops of ``model`` the fixed shapes that their bodies declare, in place.
+    """Give the results of the Loops of ``model`` the fixed shapes that their bodies declare.
 
     Only where the first value has the same shape: there may be no iteration.
     """
@@ -47,7 +47,7 @@ def fix_states(model: onnx.ModelProto) -> None:
 
 
 def keep_weights(model: onnx.ModelProto) -> frozenset[str]:
-    """Let a node of the main graph read each stored tensor that inner graphs of ``model`` read, in place.
+    """Let a node of the main graph read each stored tensor that inner graphs of ``model`` read.
 
     Large tensors of inner graphs move to the main graph. Returns the names of the added nodes' outputs, for
     `remove_readers`; without any the model is unchanged.
@@ -66,7 +66,7 @@ def keep_weights(model: onnx.ModelProto) -> frozenset[str]:
 
 
 def move_weights(model: onnx.ModelProto) -> bool:
-    """Move large and external tensors of inner graphs of ``model`` to the main graph, in place.
+    """Move large and external tensors of inner graphs of ``model`` to the main graph.
 
     Returns whether there are any.
     """
@@ -78,7 +78,7 @@ def move_weights(model: onnx.ModelProto) -> bool:
 
 
 def remove_readers(model: onnx.ModelProto, outputs: frozenset[str]) -> None:
-    """Remove the nodes with the ``outputs`` that `keep_weights` added, in place."""
+    """Remove the nodes with the ``outputs`` that `keep_weights` added."""
     for node in [*model.graph.node]:
         if not outputs.isdisjoint(node.output):
             model.graph.node.remove(node)

@@ -47,7 +47,7 @@ class Builder:
     the names of their outputs, in the form of the model's opset. They raise TooManyNodesError when the
     ``size`` of the graph, its nodes with those inside them, exceeds ``limit``, and MissingOperatorError for
     an operator of ONNX that the opset does not have: the node that needs it stays as it is. ``declined``: why
-    nodes stayed that have a rule. ``added``: the nodes in the place of others, by their outputs.
+    nodes stayed that have a rule. ``added``: the nodes instead of others, by their outputs.
     """
 
     def __init__(self, model: onnx.ModelProto, limit: int | None = None) -> None:
@@ -330,7 +330,7 @@ def _keep(named: Any, used: set[str]) -> None:
 def _rename_nodes(
     nodes: Iterable[onnx.NodeProto], names: dict[str, str], new: Callable[[str], str]
 ) -> None:
-    """Give ``nodes`` and their results the names that ``new`` makes of theirs, in place.
+    """Give ``nodes`` and their results the names that ``new`` makes of theirs.
 
     ``names`` has new names for values that they read, and gets those of their results.
     """
@@ -344,7 +344,7 @@ def _rename_nodes(
 
 
 def rename_graph(body: onnx.GraphProto, names: dict[str, str], new: Callable[[str], str]) -> None:
-    """Give the nodes of ``body`` and all values that it defines the names that ``new`` makes, in place."""
+    """Give the nodes of ``body`` and all values that it defines the names that ``new`` makes."""
     named: list[Any] = [*body.input, *body.initializer]
     named += (sparse.values for sparse in body.sparse_initializer)
     # Before ONNX IR 4, initializers were listed as inputs too: both get the same name.
@@ -357,7 +357,7 @@ def rename_graph(body: onnx.GraphProto, names: dict[str, str], new: Callable[[st
 
 
 def rename_values(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
-    """Give the values of ``nodes`` their new ``names``, which no graph inside them has, in place."""
+    """Give the values of ``nodes`` their new ``names``, which no graph inside them has."""
     for node in nodes:
         for list_ in (node.input, node.output):
             list_[:] = [names.get(name, name) for name in list_]

@@ -23,7 +23,7 @@ def has_constants(main: onnx.GraphProto) -> bool:
 
 
 def fold_constants(model: onnx.ModelProto) -> bool:
-    """Replace such nodes of the main graph of ``model`` by their values, in place; False if none are."""
+    """Replace such nodes of the main graph of ``model`` by their values; False if none are."""
     builder, scope = Builder(model), Scope.of(model)
     operators = {graph.operator(node) for node in model.graph.node}
     if not builder.replace(scope, dict.fromkeys(operators, _folded), nested=False):

@@ -69,7 +69,7 @@ def static_format(onnx_model: onnx.ModelProto) -> operators.StaticFormat | None:
 
 
 def dequantize(model: onnx.ModelProto, *, static: bool = False) -> int:
-    """Undo dynamic quantization in ``model``, in place, and return the number of operators undone.
+    """Undo dynamic quantization in ``model``, and return the number of operators undone.
 
     Stored weights that are only dequantized become floats too, unless the model also has static quantization
     (QuantizeLinear), which NPUs support; with ``static`` that is undone as well. A node stays as it is unless

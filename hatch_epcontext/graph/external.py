@@ -34,7 +34,7 @@ def external_data(model: onnx.ModelProto, path: Path, location: str = "") -> tup
     """Return the files of the external data of ``model``, whose file is ``path``.
 
     They are relative to its folder, with forward slashes, sorted. ``location`` is that of problems. Raises
-    ModelError when a tensor does not name the place of its data, and when a file is outside the folder (see
+    ModelError when a tensor does not name the file of its data, and when a file is outside the folder (see
     `stays_inside`), is missing, is no regular file, is too short, or is larger than a model can need. No file
     is read.
     """
@@ -130,7 +130,7 @@ def in_and_outside(model: onnx.ModelProto, path: Path) -> tuple[tuple[str, ...],
     """Return the files of the external data of ``model`` in its folder, and the others; see `stays_inside`.
 
     They are sorted, and may be missing. Raises ModelError, without a location, when a tensor does not name
-    the place of its data, or when a file in the folder is larger than the model at ``path`` needs.
+    the file of its data, or when a file in the folder is larger than the model at ``path`` needs.
     """
     folder = _ModelFolder(path)
     ends = dict(sorted(_ends(model).items()))

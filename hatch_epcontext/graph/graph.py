@@ -105,7 +105,7 @@ def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 
 def name_nodes(graph: onnx.GraphProto) -> bool:
-    """Give each node of ``graph`` a name of its own, in place: that of its first output, if it has none, and
+    """Give each node of ``graph`` a name of its own: that of its first output, if it has none, and
     a number if another node has it. Returns whether a name changed.
     """
     nodes = compute_nodes(graph)
@@ -124,7 +124,7 @@ def name_nodes(graph: onnx.GraphProto) -> bool:
 
 
 def order_layout_changes(graph: onnx.GraphProto) -> None:
-    """Give the nodes of ``graph`` an order and names that are the same in every run, in place.
+    """Give the nodes of ``graph`` an order and names that are the same in every run.
 
     ONNX Runtime adds ReorderOutput, which changes the layout for a CPU, in the order of addresses in memory.
     Graphs without it stay as they are.
@@ -476,7 +476,7 @@ def infer_anew(
     model: onnx.ModelProto,
     types_of_runtime: Callable[[onnx.ModelProto, list[str]], Mapping[str, onnx.TypeProto]],
 ) -> None:
-    """Replace the shapes of values of ``model`` that contradict what onnx infers from its inputs, in place.
+    """Replace the shapes of values of ``model`` that contradict what onnx infers from its inputs.
 
     ``types_of_runtime``: the types of values of a model as ONNX Runtime infers them. It takes a shape that
     contradicts its own as open, and onnx infers some wrong, such as that of an STFT with one side.

@@ -125,7 +125,7 @@ def _wrong(key: Key, message: str, hint: str | None) -> ModelError:
 
 
 def extract(model: onnx.ModelProto, part: Part, ends: Mapping[str, onnx.ValueInfoProto]) -> None:
-    """Keep only ``part`` of ``model``, in place; ``ends`` has the types of its inputs and outputs."""
+    """Keep only ``part`` of ``model``; ``ends`` has the types of its inputs and outputs."""
     main = model.graph
     nodes = [main.node[index] for index in part.nodes]
     used = {name for node in nodes for name in graph.read_by(node)} - set(part.inputs)

@@ -9,11 +9,11 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, copy_of, remove_unused, rename_graph, set_nodes
 
 _INLINED = "_inlfunc_"
-"""The prefix of values inside the body of a function that ONNX Runtime put in the place of a node."""
+"""The prefix of values inside the body of a function that ONNX Runtime put there instead of a node."""
 
 
 def without_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
-    """``model``, changed in place: names that begin with ``prefix`` lose it, and stay unique."""
+    """``model`` itself, changed: names that begin with ``prefix`` lose it, and stay unique."""
     builder = Builder(model)
 
     def new(name: str) -> str:
@@ -26,7 +26,7 @@ def without_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
 
 
 def restore_inlined(source: onnx.GraphProto, model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model``, changed in place: nodes of ``source`` that ONNX Runtime replaced by their function's body.
+    """``model`` itself, changed: nodes of ``source`` that ONNX Runtime replaced by their function's body.
 
     It does so where the CPU has no kernel, as for Softmax in float16, although EPs have one. A node whose
     inputs or body are no longer known stays replaced.
@@ -61,7 +61,7 @@ def restore_inlined(source: onnx.GraphProto, model: onnx.ModelProto) -> onnx.Mod
 
 
 def separate_outputs(model: onnx.ModelProto) -> bool:
-    """Give each output of a graph inside a node of ``model`` its own value, in place; False if all had one.
+    """Give each output of a graph inside a node of ``model`` its own value; False if all had one.
 
     Older exporters return the state of a recurrent cell as its result too, by the same name. ONNX Runtime
     then leaves one of both uninitialized.

@@ -80,7 +80,7 @@ def apply(
     limit: int | None = None,
     kept: Collection[str] = (),
 ) -> Rewritten:
-    """Replace nodes of ``refused`` operators in ``model``, in place, by one of ``to_apply`` after the other.
+    """Replace nodes of ``refused`` operators in ``model`` by one of ``to_apply`` after the other.
 
     Without ``refused`` those of all operators. Nodes with names in ``kept`` stay; what a rewrite adds, a
     later one may replace. ``types``: the known types of its values. Raises TooManyNodesError if the graph

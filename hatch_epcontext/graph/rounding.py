@@ -35,7 +35,7 @@ _TYPES: Mapping[str, int] = {"float16": TensorProto.FLOAT16, "bfloat16": TensorP
 
 
 def widen(model: onnx.ModelProto) -> None:
-    """Let ``model`` compute in float32 what it computes in float16, in place; the types of its inputs and
+    """Let ``model`` compute in float32 what it computes in float16; the types of its inputs and
     outputs stay. The CPU does the same, but takes operators apart for which it has no kernel.
     """
     main, half = model.graph, TensorProto.FLOAT16
@@ -77,7 +77,7 @@ def _widen_types(body: onnx.GraphProto, kept: Container[str]) -> None:
 def emulate(
     model: onnx.ModelProto, types: Types, format_: NumberFormat, skipped: Set[str] = frozenset()
 ) -> None:
-    """Round the floats of ``model`` as ``format_`` does, in place; its shapes are fixed.
+    """Round the floats of ``model`` as ``format_`` does; its shapes are fixed.
 
     ``types``: the known types of its values. ``skipped``: the names of nodes that the EP does not compute:
     their results are rounded where other nodes read them, as inputs are. Not rounded are results that the EP

@@ -44,7 +44,7 @@ _IR_OF_TYPES: Mapping[int, int] = {
 
 
 def lower_versions(model: onnx.ModelProto) -> None:
-    """Give ``model``, in place, the lowest IR version and opsets with which its nodes are the same.
+    """Give ``model`` the lowest IR version and opsets with which its nodes are the same.
 
     Nothing changes if it has functions, or opsets that are newer than onnx.
     """
@@ -71,7 +71,7 @@ def lower_versions(model: onnx.ModelProto) -> None:
 def usual_versions(model: onnx.ModelProto) -> onnx.ModelProto:
     """``model`` with equal versions of its operators, if its opset is newer or older than usual.
 
-    What ONNX has defined since `_NEWEST` by other operators becomes these. May change ``model`` in place.
+    What ONNX has defined since `_NEWEST` by other operators becomes these. May change ``model``.
     """
     opset = graph.opset(model)
     if opset < _OLDEST:
@@ -109,7 +109,7 @@ def has_function(schema: Any) -> bool:
 
 
 def keep_metadata(source: onnx.ModelProto, model: onnx.ModelProto) -> None:
-    """Give ``model``, in place, what apps read of ``source`` besides its graph: texts and properties.
+    """Give ``model`` what apps read of ``source`` besides its graph: texts and properties.
 
     Its own properties stay, such as the compatibility of a context.
     """

@@ -209,7 +209,7 @@ def _advice(agreement: Agreement, limits: Tolerance, subject: Subject) -> Advice
         hint = f"{wrong}. If the app never has such inputs, give its real ones."
         return hint, (Setting(key / "inputs", "samples.npz"),)
     hint = "Find the cause, or allow more if that is acceptable (not tried: other inputs may need more)."
-    # In place of the whole table, whose other limits stay.
+    # Instead of the whole table, whose other limits stay.
     table = validate.tolerance or ToleranceTable()
     outputs = {output: {**own.limits} for output, own in table.outputs.items()}
     outputs[agreement.output] = {**outputs.get(agreement.output, {}), **needed}

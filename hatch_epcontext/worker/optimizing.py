@@ -79,7 +79,7 @@ def optimize(
 def load_named(path: Path) -> onnx.ModelProto:
     """Load the model at ``path`` without its external data, and write it again if its nodes need names.
 
-    An EP reports the nodes that it refuses by their names, which those that ONNX Runtime puts in the place of
+    An EP reports the nodes that it refuses by their names, which those that ONNX Runtime puts instead of
     a function may lack.
     """
     model = onnx.load(path, load_external_data=False)

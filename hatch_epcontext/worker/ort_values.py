@@ -68,7 +68,7 @@ def _to_array(value: ort.OrtValue) -> Array:
 
 
 def not_finite(outputs: Arrays, reference: Arrays) -> list[Agreement]:
-    """The agreements of outputs with NaN or Inf, unless ``reference`` has them in the same place.
+    """The agreements of outputs with NaN or Inf, unless ``reference`` has them there too.
 
     With a reference, outputs that it lacks are ignored.
     """
@@ -81,7 +81,7 @@ def not_finite(outputs: Arrays, reference: Arrays) -> list[Agreement]:
             bad &= np.isfinite(reference[name].astype(np.float64))
         if bad.any():
             end = " where the CPU has none." if name in reference else "."
-            count = f"{int(bad.sum())} of {bad.size} places"
+            count = f"{int(bad.sum())} of {bad.size} values"
             reason = f"the output {name!r} has NaN or Inf in {count}{end}"
             status = AgreementStatus.NOT_FINITE
             agreements.append(Agreement(name, 0.0, None, status=status, reason=reason))

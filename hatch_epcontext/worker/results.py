@@ -201,8 +201,8 @@ class Agreement:
 class Answer:
     """How near a compiled language model's answer to ``prompt`` tokens is to the CPU's.
 
-    ``snr``: of the logits, in decibels. ``others``: tokens for which another is most likely, although the CPU's is
-    ahead by more than the largest error.
+    ``snr``: of the logits, in decibels. ``others``: tokens for which another is most likely, although the
+    CPU's is ahead by more than the largest error.
     """
 
     prompt: int

@@ -110,8 +110,11 @@ def compile_with_library(
     if target.settings.embed and len(blob) > PROTOBUF_LIMIT - _MAX_REST:
         size = f"the engine has {len(blob) / 2**30:.1f} GiB"
         message = f"{size}, but an ONNX file cannot be larger than 2 GiB."
-        hint, place = "Put it into a file beside the context model.", Setting(key / "embed", False)
-        raise ModelError(Problem(Kind.TOO_LARGE, "", message, hint, settings=(place,)))
+        hint, setting = (
+            "Put it into a file beside the context model.",
+            Setting(key / "embed", False),
+        )
+        raise ModelError(Problem(Kind.TOO_LARGE, "", message, hint, settings=(setting,)))
     _write(source, blob, result, target, version)
 
 

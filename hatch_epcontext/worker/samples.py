@@ -246,12 +246,12 @@ def sequences(samples: Sequence[Sample], states: Mapping[str, str]) -> list[Samp
     before: tuple[str, int] | None = None
     for sample in samples:
         stem, _, number = sample.name.rpartition("-")
-        place = (stem, int(number)) if stem and number.isdecimal() else None
-        if place and before and place == (before[0], before[1] + 1):
+        numbered = (stem, int(number)) if stem and number.isdecimal() else None
+        if numbered and before and numbered == (before[0], before[1] + 1):
             started[-1][1].append(sample.feeds)
-        elif place:
+        elif numbered:
             started.append((sample, [sample.feeds]))
-        before = place
+        before = numbered
     frames = _same_frames(samples[0].feeds, states, begin=False)
     return [
         Sample(f"{len(frames)} frames from {first.name!r}", tuple(frames), first.name)

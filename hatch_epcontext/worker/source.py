@@ -123,7 +123,7 @@ def check_ranges(onnx_model: onnx.ModelProto, model: Model) -> None:
 
 
 def fix_inputs(onnx_model: onnx.ModelProto, model: Model) -> None:
-    """Fix the constants and defaults of ``model`` in ``onnx_model``, in place, and with static shapes its
+    """Fix the constants and defaults of ``model`` in ``onnx_model``, and with static shapes its
     shapes and dims.
 
     Raises ModelError with everything that does not fit the model's inputs.
@@ -135,7 +135,7 @@ def fix_inputs(onnx_model: onnx.ModelProto, model: Model) -> None:
 
 
 def fix_constants(onnx_model: onnx.ModelProto, model: Model) -> None:
-    """Fix the constants of ``model`` in ``onnx_model``, in place, and check its shapes and dims.
+    """Fix the constants of ``model`` in ``onnx_model``, and check its shapes and dims.
 
     Raises ModelError with everything that does not fit the model's inputs.
     """
@@ -155,7 +155,7 @@ def fix_constants(onnx_model: onnx.ModelProto, model: Model) -> None:
 
 
 def fix_defaults(onnx_model: onnx.ModelProto) -> None:
-    """Make initializers that are inputs too constants, in place."""
+    """Make initializers that are inputs too constants."""
     needed = graph.inputs(onnx_model.graph)
     if len(needed) < len(onnx_model.graph.input):
         del onnx_model.graph.input[:]
@@ -165,7 +165,7 @@ def fix_defaults(onnx_model: onnx.ModelProto) -> None:
 
 
 def fix_shapes(onnx_model: onnx.ModelProto, model: Model) -> None:
-    """Fix the shapes and dims of ``model``, which fit, in all graphs of ``onnx_model``, in place."""
+    """Fix the shapes and dims of ``model``, which fit, in all graphs of ``onnx_model``."""
     dims, _ = collect(_sizes(onnx_model.graph, model))
     for value in graph.inputs(onnx_model.graph):
         if value.name in model.shapes:

@@ -21,7 +21,7 @@ OPERATORS = {
     "If": """z = If (n) <then_branch = body () => (float[1, 8] after) { before = Identity (r) NODES },
         else_branch = other () => (float[1, 8] same) { same = Identity (r) }>""",
 }
-PLACES = ("around the body", "in the body", "a Constant of the body")
+POSITIONS = ("around the body", "in the body", "a Constant of the body")
 WEIGHT = numpy_helper.from_array(np.eye(8, dtype=np.float32)[::-1].copy(), "w")
 DATA: dict[str, tuple[str, Any]] = {
     "Loop": ("int64 n", np.array(3)),
@@ -30,7 +30,7 @@ DATA: dict[str, tuple[str, Any]] = {
 }
 
 
-def with_body(operator: str, place: str) -> onnx.ModelProto:
+def with_body(operator: str, where: str) -> onnx.ModelProto:
     """``x`` (1 x 8) -> Relu, ``operator`` with a stored weight in its body, MatMul -> ``y``."""
     node = OPERATORS[operator].replace("NODES", "t = MatMul (before, w) after = Tanh (t)")
     made = parsed(
@@ -40,9 +40,9 @@ def with_body(operator: str, place: str) -> onnx.ModelProto:
         v=np.ones((8, 8), np.float32),
     )
     body = next(each.g for each in made.graph.node[1].attribute if each.g.name == "body")
-    if place == "around the body":
+    if where == "around the body":
         made.graph.initializer.append(WEIGHT)
-    elif place == "in the body":
+    elif where == "in the body":
         body.initializer.append(WEIGHT)
     else:
         body.node.insert(0, helper.make_node("Constant", [], ["w"], value=WEIGHT))
@@ -65,10 +65,10 @@ def test_a_small_tensor_leaves_a_body_if_it_is_in_another_file(external: bool) -
     assert [tensor.name for tensor in weights] == ([] if external else ["w"])
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("where", POSITIONS)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_weights_of_bodies_are_read_in_the_main_graph(operator: str, place: str) -> None:
-    made = with_body(operator, place)
+def test_weights_of_bodies_are_read_in_the_main_graph(operator: str, where: str) -> None:
+    made = with_body(operator, where)
     source = onnx.ModelProto.FromString(made.SerializeToString())
     outputs = keep_weights(made)
     onnx.checker.check_model(made, full_check=True)

@@ -153,7 +153,7 @@ def test_operators_that_onnx_does_not_know_have_a_type_too(tmp_path: Path) -> No
     assert (facts.dtype, facts.shape) == ("float32", ("n", 4))
 
 
-def test_a_tensor_of_unknown_rank_is_no_place_to_cut(tmp_path: Path) -> None:
+def test_a_tensor_of_unknown_rank_cannot_be_cut(tmp_path: Path) -> None:
     made = parsed(
         """(float[4] x, int64[n] sizes) => (float[m] y) {
             a = Reshape (x, sizes)

@@ -93,6 +93,6 @@ def test_nan_is_found_in_every_float_dtype() -> None:
         bad = np.array([np.nan, 1], dtype)
         (agreement,) = not_finite({"y": bad}, {})
         assert agreement.status is AgreementStatus.NOT_FINITE
-        assert "has NaN or Inf in 1 of 2 places" in (agreement.reason or "")
+        assert "has NaN or Inf in 1 of 2 values" in (agreement.reason or "")
         assert not not_finite({"y": bad}, {"y": bad})
     assert not not_finite({"i": np.array([1]), "s": np.array(["nan"], object)}, {})

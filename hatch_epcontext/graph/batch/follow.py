@@ -1,7 +1,7 @@
 """Whether the rows of a batch are independent: a proof by the graph, for any number of rows.
 
-The batch is followed from the inputs to the outputs. What joins rows, depends on the place of a row or on how
-many there are, or is not known, is mixed; only what decides sizes may depend on the number of rows.
+The batch is followed from the inputs to the outputs. What joins rows, depends on the position of a row or on
+how many there are, or is not known, is mixed; only what decides sizes may depend on the number of rows.
 """
 
 from __future__ import annotations

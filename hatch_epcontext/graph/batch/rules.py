@@ -27,7 +27,7 @@ class Batch:
 
 
 MIXED = Batch(-1)
-"""A value whose rows depend on each other, on their places or on their number."""
+"""A value whose rows depend on each other, on their positions or on their number."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ _OneBatch = Callable[[Call], Batch]
 def _aligned(call: Call, operands: Iterable[int], rank: int) -> Batch:
     """The batch in a result of ``rank`` axes to which ``operands`` are broadcast from the last axis on."""
     numbers = [number for number in operands if graph.operand(call.node, number)]
-    places = {
+    batches = {
         replace(batch, axis=batch.axis + rank - len(call.shapes[number]))
         for number in numbers
         if (batch := call.batches[number])
     }
-    (batch,) = places
+    (batch,) = batches
     for number in numbers:
         axis = batch.axis - rank + len(call.shapes[number])
         if call.batches[number] is None and axis >= 0 and call.shapes[number][axis] != 1:
@@ -104,7 +104,7 @@ def _first(call: Call) -> Batch:
 
 
 def _along(axes: Callable[[Call], Iterable[int]]) -> _OneBatch:
-    """Values along ``axes`` depend on each other, or on their places; the result may lack these axes."""
+    """Values along ``axes`` depend on each other, or on their positions; the result may lack these axes."""
 
     def rule(call: Call) -> Batch:
         batch, mixed = call.batch, {axis % call.rank for axis in axes(call)}
@@ -333,7 +333,7 @@ def _matmul(first: int = 0, second: int = 1, parameters: Sequence[int] = ()) -> 
         own, batches = (len(one), len(other)), (call.batches[first], call.batches[second])
         rank = len(call.results[0])
         before = rank - (own[0] > 1) - (own[1] > 1)
-        places = set()
+        results = set()
         for number, (batch, size) in enumerate(zip(batches, own, strict=True)):
             if batch is None:
                 continue
@@ -342,8 +342,8 @@ def _matmul(first: int = 0, second: int = 1, parameters: Sequence[int] = ()) -> 
             is_side = batch.axis == size - 2 + number
             side = rank - 1 if number or own[1] == 1 else rank - 2
             axis = side if is_side else before - (size - 2) + batch.axis
-            places.add(replace(batch, axis=axis))
-        (batch,) = places
+            results.add(replace(batch, axis=axis))
+        (batch,) = results
         for shape, operand in zip((one, other), batches, strict=True):
             axis = batch.axis - before + len(shape) - 2
             is_broadcast = batch.axis < before and axis >= 0

@@ -404,15 +404,15 @@ def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
     expand = scope.maker(indices)
     if expand is not None and expand.op_type == "Expand":
         indices = expand.input[0]
-    data_shape, shape, places = map(scope.shape, (data, rows, indices))
+    data_shape, shape, index_shape = map(scope.shape, (data, rows, indices))
     kind, dtype = graph.text(node, "reduction") or "none", scope.dtype(indices)
     if kind not in _NEUTRAL:
         return Declined(f"its reduction is {kind}")
-    if not data_shape or not shape or places is None or dtype is None:
+    if not data_shape or not shape or index_shape is None or dtype is None:
         return Declined("a shape is not fixed")
     count, *inner = shape
     # All values of a row have one index, and are a whole row.
-    wide = [*[1] * (len(shape) - len(places)), *places]
+    wide = [*[1] * (len(shape) - len(index_shape)), *index_shape]
     is_whole = wide == [count, *[1] * len(inner)] and inner == [*data_shape[1:]]
     if graph.number(node, "axis", 0) or not is_whole or builder.dtype.kind != "f":
         return Declined("it does not scatter whole rows of floats along the first axis")

@@ -1,4 +1,4 @@
-"""GridSample as Gathers of neighbours, whose places and weights are computed."""
+"""GridSample as Gathers of neighbours, whose indices and weights are computed."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _CUBIC = -0.75
 
 @dataclass(frozen=True)
 class _Axis:
-    """One axis of the sampled values: its ``size``, and the ``place`` in it of each result, flat."""
+    """One axis of the sampled values: its ``size``, and the ``position`` in it of each result, flat."""
 
     builder: Builder
     size: int
-    place: str
+    position: str
     is_aligned: bool
 
     def neighbours(self, mode: str, padding: str) -> Iterator[tuple[str, str]]:
         """The index (int32) of each neighbour, and its weight: empty for 1, and 0 in a padding with zeros."""
         builder = self.builder
         if mode == "nearest":
-            yield self._within(builder.add("Round", self.place), "", padding)
+            yield self._within(builder.add("Round", self.position), "", padding)
             return
-        first = builder.add("Floor", self.place)
-        distance = builder.add("Sub", self.place, first)
+        first = builder.add("Floor", self.position)
+        distance = builder.add("Sub", self.position, first)
         offsets = (0, 1) if mode == "linear" else (-1, 0, 1, 2)
         for offset in offsets:
             index = builder.add("Add", first, builder.number(offset)) if offset else first
@@ -71,14 +71,14 @@ class _Axis:
             weight = builder.add("Mul", weight, counts) if weight else counts
         return builder.add("Cast", inside, to=TensorProto.INT32), weight
 
-    def reflected(self, place: str) -> str:
-        """``place`` between the borders, at which it is reflected."""
+    def reflected(self, position: str) -> str:
+        """``position`` between the borders, at which it is reflected."""
         builder = self.builder
         low = 0.0 if self.is_aligned else -0.5
         span = self.size - 1 if self.is_aligned else self.size
         if not span:
-            return builder.add("Mul", place, builder.number(0))
-        moved = builder.add("Abs", builder.add("Sub", place, builder.number(low)))
+            return builder.add("Mul", position, builder.number(0))
+        moved = builder.add("Abs", builder.add("Sub", position, builder.number(low)))
         turns = builder.add("Floor", builder.add("Mul", moved, builder.number(0.5 / span)))
         rest = builder.add("Sub", moved, builder.add("Mul", turns, builder.number(2 * span)))
         # Up, and down again.
@@ -89,13 +89,13 @@ class _Axis:
 
 @rewrites("GridSample")
 def grid_sample_as_gathers(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The weighted sum of the neighbours of each place."""
+    """The weighted sum of the neighbours of each point."""
     value, grid = node.input
-    shape, places = scope.shape(value), scope.shape(grid)
-    if shape is None or places is None:
+    shape, grid_shape = scope.shape(value), scope.shape(grid)
+    if shape is None or grid_shape is None:
         return Declined("a shape is not fixed")
     batch, channels, *sizes = shape
-    count, points = len(sizes), math.prod(places[1:-1])
+    count, points = len(sizes), math.prod(grid_shape[1:-1])
     mode = graph.text(node, "mode") or "linear"
     mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
     padding = graph.text(node, "padding_mode") or "zeros"
@@ -103,23 +103,23 @@ def grid_sample_as_gathers(node: onnx.NodeProto, scope: Scope, builder: Builder)
     axes = []
     for index, size in enumerate(sizes):
         # The last coordinate is that of the first axis.
-        place = builder.item(grid, len(places) - 1, count - 1 - index)
-        place = builder.reshape(place, [batch, points])
+        position = builder.item(grid, len(grid_shape) - 1, count - 1 - index)
+        position = builder.reshape(position, [batch, points])
         half = (size - 1) / 2 if is_aligned else size / 2
-        place = builder.add("Mul", place, builder.number(half))
-        place = builder.add("Add", place, builder.number((size - 1) / 2))
-        axis = _Axis(builder, size, place, is_aligned)
+        position = builder.add("Mul", position, builder.number(half))
+        position = builder.add("Add", position, builder.number((size - 1) / 2))
+        axis = _Axis(builder, size, position, is_aligned)
         if mode != "cubic" and padding == "reflection":
-            axis = _Axis(builder, size, axis.reflected(place), is_aligned)
+            axis = _Axis(builder, size, axis.reflected(position), is_aligned)
         if mode != "cubic" and padding != "zeros":
-            axis = _Axis(builder, size, builder.clip(axis.place, 0, size - 1), is_aligned)
+            axis = _Axis(builder, size, builder.clip(axis.position, 0, size - 1), is_aligned)
         axes.append(axis)
     rows = builder.transpose(value, [0, *range(2, count + 2), 1])
     rows = builder.reshape(rows, [batch * math.prod(sizes), channels])
     inner = padding if mode == "cubic" or padding == "zeros" else "border"
     neighbours = [[*axis.neighbours(mode, inner)] for axis in axes]
     result = _summed(rows, neighbours, sizes, batch, points, builder)
-    result = builder.reshape(result, [batch, *places[1:-1], channels])
+    result = builder.reshape(result, [batch, *grid_shape[1:-1], channels])
     return [builder.transpose(result, [0, count + 1, *range(1, count + 1)])]
 
 

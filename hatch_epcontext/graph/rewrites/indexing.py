@@ -145,7 +145,7 @@ def tensor_scatter_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder
 
 @rewrites("AffineGrid")
 def affine_grid_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The product of stored places in a unit cube with the transformations."""
+    """The product of stored points in a unit cube with the transformations."""
     theta, name = node.input
     shape, size = scope.shape(theta), scope.constant(name)
     if shape is None or size is None:
@@ -157,9 +157,9 @@ def affine_grid_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) 
             line = (2 * np.arange(count) + 1) / count - 1
         lines.append(line)
     grid = np.stack([*np.meshgrid(*lines, indexing="ij")][::-1], axis=-1)
-    places = np.append(grid, np.ones((*grid.shape[:-1], 1)), axis=-1)
-    places = places.reshape(1, -1, places.shape[-1]).astype(builder.dtype)
-    product = builder.add("MatMul", builder.store(places), builder.transpose(theta, [0, 2, 1]))
+    points = np.append(grid, np.ones((*grid.shape[:-1], 1)), axis=-1)
+    points = points.reshape(1, -1, points.shape[-1]).astype(builder.dtype)
+    product = builder.add("MatMul", builder.store(points), builder.transpose(theta, [0, 2, 1]))
     return [builder.reshape(product, [shape[0], *map(int, size[2:]), shape[1]])]
 
 

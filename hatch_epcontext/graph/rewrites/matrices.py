@@ -35,7 +35,7 @@ class _Resized:
 
     @property
     def positions(self) -> Numbers:
-        """The place of each result in the source."""
+        """The position of each result in the source."""
         at, last = np.arange(self.result, dtype=np.float64), self.size - 1
         mode = graph.text(self.node, "coordinate_transformation_mode") or "half_pixel"
         if mode == "asymmetric" or self.node.op_type == "Upsample":
@@ -55,7 +55,7 @@ class _Resized:
 
     @property
     def is_outside(self) -> NDArray[np.bool_]:
-        """Whether each result is that of no place in the source."""
+        """Whether each result is beyond the source."""
         mode = graph.text(self.node, "coordinate_transformation_mode")
         positions = self.positions
         outside = (positions < 0) | (positions > self.size - 1)
@@ -265,14 +265,13 @@ def col2im_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
         for axis in range(count)
     ]
     matrix = np.zeros((columns, *map(int, image)))
-    places = itertools.product(
+    taps = itertools.product(
         itertools.product(*map(range, map(int, block))), itertools.product(*starts)
     )
-    for row, (offset, start) in enumerate(places):
+    for row, (offset, start) in enumerate(taps):
         at = tuple(s + o * d for s, o, d in zip(start, offset, dilations, strict=True))
         if all(0 <= index < size for index, size in zip(at, image, strict=True)):
-            place = (row, *at)
-            matrix[place] = 1
+            matrix[row][at] = 1
     matrix = np.ascontiguousarray(matrix.reshape(columns, -1).T)
     stored = builder.store(matrix.astype(builder.dtype))
     sizes = [result[0] * result[1], columns]

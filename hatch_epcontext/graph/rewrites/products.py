@@ -177,7 +177,7 @@ def reduce_as_products(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
 
 @rewrites("CumProd")
 def cumulate_as_products(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """Products with what is 1, 2, 4 and more places before."""
+    """Products with what is 1, 2, 4 and more indices before."""
     value, shape, constant = (
         node.input[0],
         scope.shape(node.input[0]),

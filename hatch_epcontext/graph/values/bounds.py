@@ -149,7 +149,7 @@ def _slice(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
 
 
 def _tensor_scatter(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
-    """The first place in a cache of the new part."""
+    """The first position in a cache of the new part."""
     size, length = (_size(node, scope, operand, ("axis", -2)) for operand in (0, 1))
     if size and length:
         yield from _indices(2, size - length + 1)

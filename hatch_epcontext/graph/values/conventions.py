@@ -72,7 +72,7 @@ def looks_like_sound(facts: TensorFacts) -> bool:
 
 
 def is_batch(facts: TensorFacts, axis: int, *, is_state: bool = False) -> bool:
-    """Whether the open dimension ``axis`` of an input is a batch, as far as its name and place show it.
+    """Whether the open dimension ``axis`` of an input is a batch, as far as its name and position show it.
 
     ``is_state``: whether the input is the state of a recurrent layer.
     """

@@ -118,11 +118,13 @@ def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
     if target.provider.compiler_library is None:
         return error
     chips = [name for name, chip in target.provider.chips.items() if chip.source]
-    place = Setting(target.place("chip"), chips)
+    setting = Setting(target.place("chip"), chips)
     hint = "Or compile without the EP and its device (not tried)."
     return UnavailableError(
         *(
-            replace(problem, hint="\n".join(filter(None, (problem.hint, hint))), settings=(place,))
+            replace(
+                problem, hint="\n".join(filter(None, (problem.hint, hint))), settings=(setting,)
+            )
             for problem in error.problems
         )
     )

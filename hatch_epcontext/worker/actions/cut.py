@@ -47,7 +47,7 @@ def handle(request: CutRequest) -> CutReply:
 
 
 def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
-    """Keep only the part of ``onnx_model`` that ``model`` names, in place."""
+    """Keep only the part of ``onnx_model`` that ``model`` names."""
     key = model.key / "cut"
     nodes = onnx_model.graph.node if model.cut.lengths else ()
     attention = [node for node in nodes if node.op_type == "GroupQueryAttention"]

@@ -17,7 +17,7 @@ from hatch_epcontext.worker.comparison.runs import Reference
 from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement, Emulation
 
 _FLAT = 0.1
-"""The share of an output's places that may change by less than the distance of the format's numbers."""
+"""The share of an output's values that may change by less than the distance of the format's numbers."""
 
 _BITS: Mapping[str, int] = {"float16": 10, "bfloat16": 7}
 """The bits after the point of a number between 1 and 2."""
@@ -73,11 +73,11 @@ def _nearest(worst: Level, margin: float) -> Agreement | None:
 
 def _describe(level: Level, model: FormattedModel) -> str:
     snr = f"{level.snr:.0f} dB" if level.snr > NOTHING else "no number"
-    place = f"for the sample {level.run.name!r}"
+    where = f"for the sample {level.run.name!r}"
     who = "the target" if level.ran else f"{model.format.name}, emulated on the CPU,"
     if level.nearest is None or level.snr == math.inf:
-        return f"{who} changes nothing {place}"
-    return f"{who} leaves {snr} of {level.nearest.output!r} {place}"
+        return f"{who} changes nothing {where}"
+    return f"{who} leaves {snr} of {level.nearest.output!r} {where}"
 
 
 def _flat(reference: Reference, format_: str) -> str | None:
@@ -90,16 +90,16 @@ def _flat(reference: Reference, format_: str) -> str | None:
         if not is_any or not is_float(first.dtype) or not arrays:
             continue
         values = np.array(arrays, np.float64)
-        # Places with Inf have no spread.
+        # Values with Inf have no spread.
         with np.errstate(invalid="ignore"):
             middle, changes = values.mean(axis=0), values.std(axis=0)
         bits = _BITS[format_]
         smallest = np.where(middle == 0, 0.0, 2.0 ** (np.frexp(middle)[1] - 1 - bits))
         flat = np.flatnonzero((changes > 0) & (changes < smallest))
         if flat.size > _FLAT * changes.size:
-            place = flat[np.argmin((changes / smallest)[flat])]
+            index = flat[np.argmin((changes / smallest)[flat])]
             return (
-                f"{name!r} changes by {changes[place]:.2g} around {middle[place]:.6g}, where "
-                f"{format_}'s numbers are {smallest[place]:.2g} apart"
+                f"{name!r} changes by {changes[index]:.2g} around {middle[index]:.6g}, where "
+                f"{format_}'s numbers are {smallest[index]:.2g} apart"
             )
     return None

@@ -46,19 +46,19 @@ _OTHER_SAMPLES = 0.1
 """The part of the signal in other samples that counts as signal in this one."""
 
 SIGNAL_PART = 1e-3
-"""The part of an output's largest value that counts as signal in each place: twice float16's precision.
+"""The part of an output's largest value that counts as signal in each value: twice float16's precision.
 
 For values between -1 and 1 the `unit` of the limits replaces it.
 """
 
 _SCALES = 32.0
-"""The scales of a quantized output that count as signal in each place: an error of one scale is 30 dB."""
+"""The scales of a quantized output that count as signal in each value: an error of one scale is 30 dB."""
 
 _SCORE = 5.0
 """The units that a single score counts as: on an NPU an error of 0.05 is 20 dB, whatever the threshold."""
 
 _SHARES = 64
-"""The number of places in a slice that can have that signal if all values are probabilities."""
+"""The number of values in a slice that can have that signal if all values are probabilities."""
 
 _NOISE = 0.5
 """The part of a floor by which a score may differ without counting as lost or invented."""
@@ -86,13 +86,15 @@ class Scores:
     are_scores: tuple[bool, ...]
 
     @staticmethod
-    def at(places: NDArray[np.bool_]) -> Scores | None:
-        """The scores at ``places``; None if there are none or no others, or if they are not along an axis."""
-        for axis, size in enumerate(places.shape if places.size else ()):
-            by_index = np.moveaxis(places, axis, 0).reshape(size, -1)
+    def at(is_score: NDArray[np.bool_]) -> Scores | None:
+        """The scores where ``is_score``; None if there are none or no others, or if not along an axis."""
+        for axis, size in enumerate(is_score.shape if is_score.size else ()):
+            by_index = np.moveaxis(is_score, axis, 0).reshape(size, -1)
             if (by_index == by_index[:, :1]).all():
                 are_scores = tuple(map(bool, by_index[:, 0]))
-                return Scores(places.ndim, axis, are_scores) if len(set(are_scores)) == 2 else None
+                return (
+                    Scores(is_score.ndim, axis, are_scores) if len(set(are_scores)) == 2 else None
+                )
         return None
 
     def fit(self, array: Array) -> bool:
@@ -204,7 +206,7 @@ def compare_values(
     facts: OutputFacts = OutputFacts(),
     elsewhere: Elsewhere | None = None,
 ) -> Agreement:
-    """Compare an output with its reference; places where either is NaN are left out.
+    """Compare an output with its reference; values are left out where either is NaN.
 
     ``elsewhere``: the same output of the reference for other inputs. A state has a lower limit, and its
     single features mean nothing. Strings, booleans and other indices are equal or not.
@@ -246,7 +248,7 @@ def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: _Row | N
     out: Numbers = (aligned.output == aligned.reference).astype(np.float64)
     deviation = _Deviation(out, ref, OutputFacts(), limits.unit, Elsewhere())
     agreement = _agreement_of(name, deviation)
-    # Each place is right or wrong: slices show nothing more; for selected rows only their own ratios do.
+    # Each value is right or wrong: slices show nothing more; for selected rows only their own ratios do.
     snr = agreement.snr if aligned.rows is None else None
     agreement = replace(agreement, worst=None, worst_snr=None, snr=snr, cosine=None)
     return _judge(agreement, deviation, limits, row)
@@ -337,12 +339,12 @@ class _Deviation:
 
     @cached_property
     def error(self) -> Numbers:
-        """The difference in each place."""
+        """The difference of each value."""
         return self.out - self.ref
 
     @cached_property
     def power(self) -> Numbers:
-        """The signal in each place."""
+        """The signal of each value."""
         return self.ref**2
 
     @cached_property
@@ -366,9 +368,9 @@ class _Deviation:
 
     def are_columns(self, axis: int | None) -> bool:
         """Whether the slices of ``axis`` are the columns of a table."""
-        places = self._places(axis)
-        slices = self.ref.size // places
-        return slices <= places and (slices <= MANY or axis == self.joined)
+        size = self._size(axis)
+        slices = self.ref.size // size
+        return slices <= size and (slices <= MANY or axis == self.joined)
 
     def allowance(self, axis: int) -> float:
         """The decibels by which the ratio of a slice may be worse than that of the whole output."""
@@ -376,10 +378,10 @@ class _Deviation:
 
     def signal(self, axis: int | None) -> Numbers:
         """That of the output or of each slice, with its floor."""
-        places = self._places(axis)
-        floor = max(self.largest**2 * self._part(places), self._quantized**2)
+        size = self._size(axis)
+        floor = max(self.largest**2 * self._part(size), self._quantized**2)
         if not self.are_columns(axis):
-            floor = max(floor, self.whole * (self.ref.size // places) / MANY)
+            floor = max(floor, self.whole * (self.ref.size // size) / MANY)
         return self._above(floor, axis)
 
     def decibels(self, axis: int | None) -> Numbers:
@@ -389,7 +391,7 @@ class _Deviation:
             ratio = self.signal(axis) / noise
             if (
                 self.facts.nature == "unit"
-                and self._places(axis) > _SHARES
+                and self._size(axis) > _SHARES
                 and self.are_columns(axis)
             ):
                 ratio = np.minimum(ratio, self._peaks(axis))
@@ -399,20 +401,20 @@ class _Deviation:
         """The axes of a slice."""
         return None if axis is None else tuple(n for n in range(self.ref.ndim) if n != axis)
 
-    def _places(self, axis: int | None) -> int:
+    def _size(self, axis: int | None) -> int:
         """The number of values of the output, or of a slice."""
         return self.ref.size // (1 if axis is None else self.ref.shape[axis])
 
     def _peaks(self, axis: int | None) -> Numbers:
-        """The ratio of what is beyond the rounding of small scores, with a floor in a few places.
+        """The ratio of what is beyond the rounding of small scores, with a floor in a few values.
 
-        Otherwise the floors of thousands of places without a score would hide a score that is missing.
+        Otherwise the floors of thousands of values that are no score would hide a score that is missing.
         """
         small = max(self.largest * self.unit, self._quantized)
         noise = np.maximum(np.abs(self.error) - _NOISE * small, 0.0)
-        # As in a column, a few places are nearer to the limit than the whole output.
+        # As in a column, a few values are nearer to the limit than the whole output.
         more = 10 ** (_COLUMN / 10) if axis is None else 1.0
-        signal = self._above(small**2 * _SHARES / self._places(axis), axis)
+        signal = self._above(small**2 * _SHARES / self._size(axis), axis)
         return np.asarray(more * signal / (noise**2).mean(axis=self._others(axis)))
 
     def _above(self, floor: float, axis: int | None) -> Numbers:
@@ -427,13 +429,13 @@ class _Deviation:
         """The size of values of a quantized output that are mostly rounding."""
         return _SCALES * self.facts.scale
 
-    def _part(self, places: int) -> float:
-        """The part of the largest value, squared, that counts as signal in each of ``places``."""
+    def _part(self, size: int) -> float:
+        """The part of the largest value, squared, that counts as signal in each of ``size`` values."""
         nature = self.facts.nature
         if self.ref.size == 1 and nature in ("unit", "probabilities"):
             return (_SCORE * self.unit) ** 2
         if nature == "probabilities":
-            return self.unit**2 * min(1.0, _SHARES / places)
+            return self.unit**2 * min(1.0, _SHARES / size)
         return (self.unit if nature == "unit" else SIGNAL_PART) ** 2
 
 

@@ -37,8 +37,8 @@ _UPDATES = frozenset({"ScatterElements", "ScatterND"})
 
 _JOINS = _UPDATES | {"Concat"}
 
-_MAX_PLACES = 2**26
-"""The most places of an output whose scores are looked for."""
+_MAX_VALUES = 2**26
+"""The most values of an output whose scores are looked for."""
 
 
 def output_facts(main: onnx.GraphProto, names: Iterable[str], opset: int) -> dict[str, OutputFacts]:
@@ -113,7 +113,7 @@ def _is_state(node: onnx.NodeProto, name: str) -> bool:
 
 
 def _scores(output: str, scope: Scope, natures: Mapping[str, Nature], opset: int) -> Scores | None:
-    """Where ``output`` has scores, if nodes join them with other values, in places that the graph shows.
+    """Where ``output`` has scores, if nodes join them with other values, at indices that the graph shows.
 
     These nodes are run with ones for scores and zeros for all else.
     """
@@ -125,7 +125,7 @@ def _scores(output: str, scope: Scope, natures: Mapping[str, Nature], opset: int
             return None
         # The sizes of other axes than that of the scores do not matter.
         shape = tuple(1 if size is None else size for size in sizes)
-        if math.prod(shape) > _MAX_PLACES:
+        if math.prod(shape) > _MAX_VALUES:
             return None
         feeds[name] = np.full(shape, name in scoring, np.float32)
     if not feeds:
@@ -143,11 +143,11 @@ def _scores(output: str, scope: Scope, natures: Mapping[str, Nature], opset: int
     )
     model = helper.make_model(part, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
     try:
-        places = run(open_unoptimized(model.SerializeToString()), feeds)[output]
+        is_score = run(open_unoptimized(model.SerializeToString()), feeds)[output]
     except Exception:
         # ONNX Runtime raises many types. Then all values are compared in the same way.
         return None
-    return Scores.at(np.asarray(places, bool))
+    return Scores.at(np.asarray(is_score, bool))
 
 
 def _tail(
@@ -196,7 +196,7 @@ def _moved(node: onnx.NodeProto) -> Sequence[str]:
 
 
 def _without_type(node: onnx.NodeProto) -> onnx.NodeProto:
-    """``node`` for floats: the places of scores have no other type."""
+    """``node`` for floats: their indices have no other type."""
     if graph.operator(node) in operators.MOVES | _JOINS:
         return node
     return helper.make_node("Identity", node.input[:1], node.output[:1])

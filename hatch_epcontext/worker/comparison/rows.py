@@ -24,14 +24,14 @@ WRONG = 1e3
 _MAX_PAIRS = 2**24
 """The most pairs of rows and candidates that are compared."""
 
-_PLACE = 1e-9
-"""The distance of neighbouring places."""
+_NEIGHBOUR = 1e-9
+"""The distance of neighbouring rows."""
 
 _FAR = 1e100
 """How far NaN and Inf are from other numbers."""
 
-Places = NDArray[np.intp]
-"""Numbers of rows."""
+Indices = NDArray[np.intp]
+"""Those of rows."""
 
 
 class Rows:
@@ -73,15 +73,15 @@ class Rows:
         parts = self.split((np.where(is_same, 0.0, differences) * self._weights) ** 2)
         return np.stack([part.sum(axis=2) for part in parts])
 
-    def match(self, own: Numbers, ref: Numbers) -> tuple[Places, Numbers, Numbers]:
-        """For each row of ``own`` one of ``ref``, the nearest pairs first: its place, its values, its noise.
+    def match(self, own: Numbers, ref: Numbers) -> tuple[Indices, Numbers, Numbers]:
+        """For each row of ``own`` one of ``ref``, the nearest pairs first: its index, its values, its noise.
 
-        The place is -1, and the noise large, where none is left.
+        The index is -1, and the noise large, where none is left.
         """
         telling = (np.nan_to_num(rows, posinf=0, neginf=0) * self._weights for rows in (own, ref))
-        places = np.stack([_nearest(*rows) for rows in zip(*telling, strict=True)])
-        values = np.take_along_axis(ref, places[..., None], axis=1)
-        return places, values, np.where(places < 0, WRONG, self.noise(own, values))
+        indices = np.stack([_nearest(*rows) for rows in zip(*telling, strict=True)])
+        values = np.take_along_axis(ref, indices[..., None], axis=1)
+        return indices, values, np.where(indices < 0, WRONG, self.noise(own, values))
 
     def among(self, own: Numbers, candidates: Arrays) -> tuple[Numbers, bool]:
         """``own`` with the nearest values of the source, where it has rows of these; and whether any are."""
@@ -135,19 +135,19 @@ def _distances(own: Numbers, ref: Numbers) -> Numbers:
     return np.asarray(squares - 2 * own @ ref.T)
 
 
-def _nearest(own: Numbers, ref: Numbers) -> Places:
-    # Of equal rows the one in the same place is the nearest.
+def _nearest(own: Numbers, ref: Numbers) -> Indices:
+    # Of equal rows the one with the same index is the nearest.
     apart = np.abs(np.arange(len(own))[:, None] - np.arange(len(ref)))
-    distances = _distances(own, ref) + _PLACE * apart
-    places, rows, others = np.full(len(own), -1), np.arange(len(own)), np.arange(len(ref))
+    distances = _distances(own, ref) + _NEIGHBOUR * apart
+    indices, rows, others = np.full(len(own), -1), np.arange(len(own)), np.arange(len(ref))
     while distances.size:
         # The nearest pair of all is one of those that are the nearest to each other.
         nearest = distances.argmin(axis=1)
         is_pair = distances.argmin(axis=0)[nearest] == np.arange(len(nearest))
-        places[rows[is_pair]] = others[nearest[is_pair]]
+        indices[rows[is_pair]] = others[nearest[is_pair]]
         rows, others = rows[~is_pair], np.delete(others, nearest[is_pair])
         distances = np.delete(distances[~is_pair], nearest[is_pair], axis=1)
-    return places
+    return indices
 
 
 def floor_of(scores: Numbers, unit: float) -> float:

@@ -36,7 +36,7 @@ def _opened(model: bytes) -> ort.InferenceSession:
 
 
 def _outputs_of(rest: Rest, own: Arrays, candidates: Arrays) -> dict[str, Array]:
-    """The outputs of ``rest`` for ``own`` values in place of the ``candidates``; none if some are missing."""
+    """The outputs of ``rest`` for ``own`` values instead of the ``candidates``; none if some are missing."""
     if not rest.values <= candidates.keys() or not own.keys() >= set(rest.reads):
         return {}
     feeds: dict[str, Array] = {name: candidates[name] for name in rest.shapes}
@@ -121,10 +121,10 @@ def _compare_rows(
         is_other &= lost <= (own.shape[1] + 1) // 2
     values, noise = np.where(is_other[..., None], others, values), np.where(is_other, apart, noise)
     if rows.columns[score].is_sorted:
-        by_place = rows.noise(own, ref)[score]
-        is_farther = by_place > noise[score]
+        by_index = rows.noise(own, ref)[score]
+        is_farther = by_index > noise[score]
         rows.split(values)[score][is_farther] = rows.split(ref)[score][is_farther]
-        noise[score] = np.maximum(noise[score], by_place)
+        noise[score] = np.maximum(noise[score], by_index)
     return values, noise
 
 
@@ -161,7 +161,7 @@ def _noise_of_choices(
 
 
 def _below_the_best(choice: Choice, candidates: Array, unit: float) -> Numbers:
-    """The noise of choosing each candidate: how much it is below the best, places x indices."""
+    """The noise of choosing each candidate: how much it is below the best, positions x indices."""
     scores = np.asarray(candidates, np.float64)
     finite = scores[np.isfinite(scores)]
     low, high = finite.min(initial=0), finite.max(initial=0)

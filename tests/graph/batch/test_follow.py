@@ -102,7 +102,7 @@ MIXING = {
     "the first row for all": "(float[N, 6] x) => (float[N, 6] y) { a = Gather (x, first1) y = Sub (x, a) }",
     "sorted rows": """(float[N, 6] x) => (float[N, 6] y)
         { n = Shape <end = 1> (x) y, i = TopK <axis = 0> (x, n) }""",
-    "the place of a row": """(float[N, 6] x) => (float[N, 6] y) { n = Shape <end = 1> (x) s = Squeeze (n)
+    "the position of a row": """(float[N, 6] x) => (float[N, 6] y) { n = Shape <end = 1> (x) s = Squeeze (n)
         r = Range (zero, s, step) f = Cast <to = 1> (r) u = Unsqueeze (f, one) y = Add (x, u) }""",
     "the number of rows": """(float[N, 6] x) => (float[N, 6] y) { n = Shape <end = 1> (x)
         f = Cast <to = 1> (n)

@@ -236,7 +236,7 @@ NO_ROWS = ["it does not scatter whole rows of floats along the first axis"]
 
 
 def slicing(offset: int, step: int = 1, shape: str = "2, 3") -> onnx.ModelProto:
-    """Three of ten columns from a place that is computed."""
+    """Three of ten columns from a start that is computed."""
     return parsed(
         f"""(float[2, 10] x, int64[1] i) => (float[{shape}] y) <int64 low = {{0}}, int64 high = {{3}},
         int64[1] offset = {{{offset}}}, int64[1] length = {{{3 * step}}}, int64[1] axes = {{-1}},
@@ -250,7 +250,7 @@ def slicing(offset: int, step: int = 1, shape: str = "2, 3") -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize(("offset", "step"), [(1, 1), (-9, 1), (0, 2)])
-def test_a_slice_at_a_computed_place_is_a_gather(offset: int, step: int) -> None:
+def test_a_slice_at_a_computed_start_is_a_gather(offset: int, step: int) -> None:
     after = operators(rewritten(slicing(offset, step), slice_as_gather))
     assert "Slice" not in after
     assert "Gather" in after
@@ -288,7 +288,7 @@ TWO_AXES = """(float[2, 9] x, int64[2] i) => (float[1, 3] y) <int64[2] n = {1, 3
         (slice_as_gather, slicing(1, shape="2, n"), ["the length of its result is not fixed"]),
         *((slice_as_gather, parsed(TWO_AXES.replace("{}", stored, 1).replace("{}", axes)),
            ["its start has 2 axes"]) for stored, axes in ((", int64[2] axes = {0, 1}", ", axes"), ("", ""))),
-        # It is not at a computed place.
+        # It is not at a computed start.
         (slice_as_gather, parsed("""(float[4] x) => (float[2] y)
             <int64[1] start = {1}, int64[1] end = {3}> { y = Slice (x, start, end) }"""), []),
     ],

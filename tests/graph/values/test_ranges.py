@@ -119,7 +119,7 @@ def test_scattered_indices_are_bounded() -> None:
         (float[] y) {
             a = ScatterElements <axis = 1> (x, i, u)
             b = GatherND (a, j)
-            c, places = TopK (a, k)
+            c, indices = TopK (a, k)
             y = Concat <axis = 0> (b, b) }""")
     assert (found["i"], found["j"], found["k"]) == (index(3), index(3), index(4, 1, 4))
 

@@ -29,7 +29,7 @@ from hatch_epcontext.worker.requests import (
 from hatch_epcontext.worker.results import Simplifier
 from hatch_epcontext.worker.session import context_options, cpu_options, open_session
 from tests.conftest import needs_qnn, newer_runtime
-from tests.graph.test_bodies import OPERATORS, PLACES, feeds_of, with_body
+from tests.graph.test_bodies import OPERATORS, POSITIONS, feeds_of, with_body
 from tests.models import (
     half_for_the_cpu,
     interrupted,
@@ -153,7 +153,7 @@ def test_uncovered_nodes_are_named_with_a_reason(
     [
         ("(float[2, 2] x) => (int64[2, ?] y) { y = NonZero (x) }", "QNN.* compiled no node of the"),
         ("() => (float[2, 3] y) { y = MatMul (one, other) }", "None of them depends on an input"),
-        # What the EP says of its nodes stands in place of a guess about the chip.
+        # What the EP says of its nodes stands instead of a guess about the chip.
         ("(float[1, 4] x) => (float[1, 4] y) { y = Hardmax (x) }", r"It refuses Hardmax y \("),
     ],
 )
@@ -271,14 +271,14 @@ def test_an_error_of_the_compiler_is_explained_with_what_chooses_a_branch(
 @needs_qnn
 @newer_runtime
 @pytest.mark.parametrize(
-    ("place", "write"), [*((place, save) for place in PLACES), ("in the body", save_with_data)]
+    ("where", "write"), [*((where, save) for where in POSITIONS), ("in the body", save_with_data)]
 )
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_bodies_on_the_cpu_keep_their_weights(
-    tmp_path: Path, operator: str, place: str, write: Callable[[onnx.ModelProto, Path], Path]
+    tmp_path: Path, operator: str, where: str, write: Callable[[onnx.ModelProto, Path], Path]
 ) -> None:
     to = target("qnn", X_ELITE)
-    source = write(with_body(operator, place), tmp_path / "models" / "a.onnx")
+    source = write(with_body(operator, where), tmp_path / "models" / "a.onnx")
     reply, folder = compiled(source, to, tmp_path)
     coverage = reply.contexts[0].coverage
     assert coverage is not None

@@ -202,11 +202,11 @@ def test_outputs_that_differ_from_the_sources_are_a_result(tmp_path: Path) -> No
     assert not handle(dataclasses.replace(request, tolerance=tolerance)).differs
 
 
-def test_nan_is_an_error_unless_the_cpu_has_it_in_the_same_place(tmp_path: Path) -> None:
+def test_nan_is_an_error_unless_the_cpu_has_it_there_too(tmp_path: Path) -> None:
     request = built(square_root(), "cpu", tmp_path)
     assert handle(request).agreements[0].cosine == pytest.approx(1)
     uncompared = handle(dataclasses.replace(request, tolerance=None))
-    assert re.search(r"has NaN or Inf in \d+ of 100 places\.", uncompared.problems[0].message)
+    assert re.search(r"has NaN or Inf in \d+ of 100 values\.", uncompared.problems[0].message)
     absolute = parsed("(float[batch, 50] x) => (float[batch, 50] y) { y = Abs (x) }")
     save(absolute, Path(request.model.path))
     (problem,) = handle(request).problems

@@ -116,7 +116,7 @@ UPDATED = """
         (SCALES, (1, "o" * 6 + "s" * 6)),
         (SLICED, (2, "ooooss")),
         (UPDATED, (1, "osssss")),
-        # The places of scores depend on the input, or are not along an axis.
+        # Where scores are depends on the input, or is not along an axis.
         ("s = Sigmoid (x) all = Concat <axis = 1> (x, s) y = Gather <axis = 1> (all, k)", None),
         ("s = Sigmoid (x) e = Exp (s) y = Concat <axis = 1> (x, e)", None),
         ("n = Slice (x, zero, zero) s = Sigmoid (n) y = Concat <axis = 1> (n, s)", None),
@@ -145,8 +145,8 @@ def test_the_graph_shows_where_an_output_has_scores(
     )
     facts = facts_of(made)["y"]
     assert facts.nature == "any"
-    places = scores and Scores(3, scores[0], tuple(place == "s" for place in scores[1]))
-    assert facts.scores == places
+    expected = scores and Scores(3, scores[0], tuple(mark == "s" for mark in scores[1]))
+    assert facts.scores == expected
 
 
 @pytest.mark.parametrize(("other", "nature"), [("Tanh", "unit"), ("Relu", "any")])

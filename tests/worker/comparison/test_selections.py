@@ -30,7 +30,7 @@ RNG = np.random.default_rng(1)
 BOXES = RNG.uniform(0, 640, (1, CANDIDATES, 4)).astype(np.float32)
 LOGITS = (RNG.standard_normal((1, CANDIDATES, CLASSES)) * 2 - 3).astype(np.float32)
 
-Form = Literal["one output", "several outputs", "two stages", "one class", "by number", "by place"]
+Form = Literal["one output", "several outputs", "two stages", "one class", "by number", "by index"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
 
@@ -55,7 +55,7 @@ ALL_CLASSES = """
 BY_NUMBER = """
     gathered = Gather <axis = 1> (boxes, row)
     chosen = Squeeze (gathered, first_axis)"""
-BY_PLACE = """
+BY_INDEX = """
     column = Unsqueeze (row, last)
     chosen = GatherND <batch_dims = 1> (boxes, column)"""
 BY_ELEMENTS = """
@@ -74,7 +74,7 @@ def head(form: Form, *, is_sorted: bool = True) -> onnx.ModelProto:
     scores, boxes = ("some", "some_boxes") if form == "two stages" else ("all", "boxes")
     nodes = "all = Sigmoid (logits)" + FIRST_STAGE * (form == "two stages")
     nodes += ONE_CLASS if form == "one class" else ALL_CLASSES.format(scores)
-    gathers = {"by number": BY_NUMBER, "by place": BY_PLACE}
+    gathers = {"by number": BY_NUMBER, "by index": BY_INDEX}
     nodes += gathers.get(form, BY_ELEMENTS).format(boxes)
     if not is_sorted:
         nodes = nodes.replace("TopK <axis = 1>", "TopK <axis = 1, sorted = 0>")
@@ -161,7 +161,7 @@ def with_noise(table: Numbers, size: float = 0.002) -> Numbers:
     return noisy
 
 
-def test_rows_with_nearly_the_same_scores_change_places(detector: Head) -> None:
+def test_rows_with_nearly_the_same_scores_change_order(detector: Head) -> None:
     table = detector.table
     one, other = near_and_far(table)
     table[[one, other]] = table[[other, one]]
@@ -230,7 +230,7 @@ def test_rows_in_any_order_agree_if_the_topk_sorts_none(tmp_path: Path) -> None:
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_tied_rows_change_places_and_others_are_the_same(
+def test_tied_rows_change_order_and_others_are_the_same(
     tmp_path_factory: pytest.TempPathFactory, form: Form, data: strategies.DataObject
 ) -> None:
     levels = data.draw(strategies.integers(2, 40), label="levels")
@@ -275,9 +275,9 @@ FAULTS: dict[str, tuple[Any, Callable[[Numbers], Any]]] = {
 
 def faulty(table: Numbers, fault: str) -> Numbers:
     """A copy of ``table`` with a fault."""
-    places, values = FAULTS[fault]
+    indices, values = FAULTS[fault]
     wrong: Numbers = table.copy()
-    wrong[places] = values(table)
+    wrong[indices] = values(table)
     return wrong
 
 
@@ -447,8 +447,8 @@ def suppression(outputs: str) -> onnx.ModelProto:
             rows = NonMaxSuppression (boxes, by_class, most, overlap, least)
             classes = Gather <axis = 1> (rows, second)
             class_column = Cast <to = 1> (classes)
-            places = Gather <axis = 1> (rows, box_columns)
-            chosen = GatherND (boxes, places)
+            indices = Gather <axis = 1> (rows, box_columns)
+            chosen = GatherND (boxes, indices)
             scores = GatherND (by_class, rows)
             score_column = Unsqueeze (scores, second)
             y = Concat <axis = 1> (chosen, score_column, class_column) }}"""
@@ -495,15 +495,15 @@ def test_other_boxes_and_another_number_may_be_selected_of_nearly_the_same(
 
 
 @pytest.mark.parametrize(
-    ("places", "values", "read"),
+    ("indices", "values", "read"),
     [(np.s_[..., 2], lambda x: x[..., 2] * 0.2, "boxes"),
      (np.s_[..., 4], lambda x: x[..., 5], "by_class")],
 )  # fmt: skip
 def test_wrong_boxes_and_scores_before_a_suppression_fail(
-    suppressing: Suppressing, places: Any, values: Callable[[Array], Array], read: str
+    suppressing: Suppressing, indices: Any, values: Callable[[Array], Array], read: str
 ) -> None:
     x = suppressing.x.copy()
-    x[places] = values(x)
+    x[indices] = values(x)
     assert suppressing.disagreement(suppressing.outputs(x)) == read
 
 
