@@ -356,7 +356,7 @@ class ModelError(BuildError):
 
 
 class RefusedError(BuildError):
-    """An EP or a simplifier refuses this form of a model: another recipe may work."""
+    """An EP or a simplifier refuses what a recipe makes of a model: another recipe may work."""
 
 
 class LibraryError(RefusedError):

@@ -71,11 +71,11 @@ def describe_type(type_: Any) -> str:
     return _LIST if get_origin(type_) in _SEQUENCES else _TABLE
 
 
-class _Form(NamedTuple):
+class _Schema(NamedTuple):
     """How values of a ``type`` are read.
 
     ``kind`` says what ``parts`` are: the classes of plain values of a ``"leaf"``, the results of a
-    ``"choice"``, the forms of the members of a ``"union"``, that of all items of a ``"list"`` or a
+    ``"choice"``, the schemas of the members of a ``"union"``, that of all items of a ``"list"`` or a
     ``"table"``, or those of the ``"fields"`` of a dataclass, by key, each with the name of the field and
     whether it is required. With ``"any"`` there are none. ``is_strict``: whether an unknown key is wrong.
     """
@@ -86,55 +86,55 @@ class _Form(NamedTuple):
     is_strict: bool = False
 
 
-def _form(type_: Any, *, is_toml: bool) -> _Form:
+def _schema(type_: Any, *, is_toml: bool) -> _Schema:
     """How a ``type_`` is read from TOML, or from JSON."""
     origin, arguments = get_origin(type_), get_args(type_)
     kind: str = "any"
     parts: Any = None
     if isinstance(type_, type) and dataclasses.is_dataclass(type_):
-        return _dataclass_form(type_, is_toml)
+        return _dataclass_schema(type_, is_toml)
     if type_ in _LEAVES:
         kind, parts = "leaf", {float: (float, int), Path: str}.get(type_, type_)
     elif origin in _UNIONS:
-        kind, parts = "union", [_form(member, is_toml=is_toml) for member in arguments]
+        kind, parts = "union", [_schema(member, is_toml=is_toml) for member in arguments]
     elif origin in _SEQUENCES:
-        kind, parts = "list", _form(arguments[0], is_toml=is_toml)
+        kind, parts = "list", _schema(arguments[0], is_toml=is_toml)
     elif arguments and origin is not Literal:
-        kind, parts = "table", _form(arguments[1], is_toml=is_toml)
+        kind, parts = "table", _schema(arguments[1], is_toml=is_toml)
     elif isinstance(type_, type) and issubclass(type_, Enum):
         kind, parts = "choice", {member.value: member for member in type_}
     elif type_ is not Any:
         kind, parts = "choice", {value: value for value in arguments or (None,)}
-    return _Form(kind, type_, parts)
+    return _Schema(kind, type_, parts)
 
 
 @functools.cache
-def _dataclass_form(type_: type[Any], is_toml: bool) -> _Form:
+def _dataclass_schema(type_: type[Any], is_toml: bool) -> _Schema:
     hints, missing = get_type_hints(type_), dataclasses.MISSING
     parts = {
         toml_key(field.name) if is_toml else field.name: (
             field.name,
-            _form(hints[field.name], is_toml=is_toml),
+            _schema(hints[field.name], is_toml=is_toml),
             field.default is field.default_factory is missing,
         )
         for field in dataclasses.fields(type_)
     }
     # Other versions of the package read the JSON that this one writes.
-    return _Form("fields", type_, parts, is_strict=is_toml)
+    return _Schema("fields", type_, parts, is_strict=is_toml)
 
 
-def _read(form: _Form, value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-    """``value``, which is at ``place``, as its ``form`` says.
+def _read(schema: _Schema, value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+    """``value``, which is at ``place``, as its ``schema`` says.
 
     If it does not fit, the result is `_NOTHING`, and ``wrong`` gets the reason.
     """
-    kind, type_, parts, _ = form
+    kind, type_, parts, _ = schema
     if kind == "leaf":
         if isinstance(value, parts) and (type_ is bool or not isinstance(value, bool)):
             return value if isinstance(value, type_) else type_(value)
     # A string is iterable too, and would become a list of characters.
     elif isinstance(value, _CONTAINERS.get(kind, ())):
-        return _read_inside(form, value, place, wrong)
+        return _read_inside(schema, value, place, wrong)
     elif kind == "union":
         for member in parts:
             inside: list[_Wrong] = []
@@ -154,9 +154,9 @@ def _read(form: _Form, value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
     return _NOTHING
 
 
-def _read_inside(form: _Form, value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+def _read_inside(schema: _Schema, value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
     """The list, table or dataclass with the values in ``value``."""
-    kind, type_, parts, is_strict = form
+    kind, type_, parts, is_strict = schema
     if kind == "list":
         items = [_read(parts, plain, (*place, index), wrong) for index, plain in enumerate(value)]
         if _NOTHING in items and any(isinstance(plain, dict) for plain in value):
@@ -189,7 +189,7 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     default.
     """
     wrong: list[_Wrong] = []
-    result = _read(_form(type_, is_toml=True), table, (), wrong)
+    result = _read(_schema(type_, is_toml=True), table, (), wrong)
     for fault in wrong:
         place = Key((*key.parts, *fault.place))
         if fault.known:
@@ -210,7 +210,7 @@ def from_text(text: str, type_: Any) -> Any:
     for plain in (_switch, int, float, str, _items):
         wrong: list[_Wrong] = []
         with contextlib.suppress(ValueError):
-            value = _read(_form(type_, is_toml=True), plain(text), (), wrong)
+            value = _read(_schema(type_, is_toml=True), plain(text), (), wrong)
             if not wrong:
                 return value
     raise ValueError(describe_type(type_))
@@ -248,7 +248,7 @@ def from_plain(value: Any, type_: type[T]) -> T:
     Unknown keys are left out.
     """
     wrong: list[_Wrong] = []
-    result: T = _read(_form(type_, is_toml=False), value, (), wrong)
+    result: T = _read(_schema(type_, is_toml=False), value, (), wrong)
     if wrong:
         places = (".".join((type_.__name__, *map(str, value.place))) for value in wrong)
         reasons = (value.reason for value in wrong)
@@ -271,7 +271,7 @@ def _unwrapped(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"{type(value).__name__} has no spelling in JSON")
 
 
 def to_json(value: Any, *, indent: int | None = 2) -> str:

@@ -137,26 +137,26 @@ def hide_credentials(text: str) -> str:
 
 
 def hide_values(text: str, values: Iterable[str]) -> str:
-    """``text`` with stars for each of ``values`` and their lines, in any case and any escaped form."""
-    forms = {form for value in values for form in (value, *value.splitlines()) if form.strip()}
-    for form in sorted(forms, key=len, reverse=True):
-        pattern = "".join(map(_in_any_form, form))
+    """``text`` with stars for each of ``values`` and their lines, in any case and any escape."""
+    secrets = {line for value in values for line in (value, *value.splitlines()) if line.strip()}
+    for secret in sorted(secrets, key=len, reverse=True):
+        pattern = "".join(map(_in_any_spelling, secret))
         text = re.sub(pattern, "***", text, flags=re.IGNORECASE)
     return text
 
 
-def _in_any_form(character: str) -> str:
+def _in_any_spelling(character: str) -> str:
     """A pattern for ``character``: unescaped, percent-encoded, or escaped as in JSON, TOML, Python or C."""
     code = ord(character)
     octets = character.encode("utf-8", "surrogatepass")
-    forms = [
+    spellings = [
         "".join(f"%{octet:02x}" for octet in octets),
         "".join(f"\\x{octet:02x}" for octet in octets),
         *(f"\\u{code:04x}", f"\\U{code:08x}", f"\\x{code:02x}", f"\\{character}"),
         *(json.dumps(character)[1:-1], repr(character)[1:-1], character),
         *("+" if character == " " else ()),
     ]
-    return f"(?:{'|'.join(map(re.escape, dict.fromkeys(forms)))})"
+    return f"(?:{'|'.join(map(re.escape, dict.fromkeys(spellings)))})"
 
 
 def to_toml(value: Any) -> str:
@@ -185,7 +185,7 @@ def show_size(size: float) -> str:
 
 
 def parse_size(size: int | str) -> int:
-    """The bytes of ``250000``, ``"250000"`` or ``"250 MB"``; raises ValueError with the allowed forms."""
+    """The bytes of ``250000``, ``"250000"`` or ``"250 MB"``; raises ValueError with the allowed spellings."""
     match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?([kKMG]?B)?", str(size).strip())
     count = int(float(match[1]) * _UNITS[(match[2] or "B").upper()]) if match else 0
     # No system has more.

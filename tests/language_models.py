@@ -1,4 +1,4 @@
-"""A tiny random Llama as a folder of onnxruntime-genai, in the form of its model builder.
+"""A tiny random Llama as a folder of onnxruntime-genai, in the layout of its model builder.
 
 ``python -m tests.language_models DIR`` writes one, of 180 kB. Its tokenizer has one token for each byte.
 """

@@ -154,7 +154,7 @@ SECRET = 'Pä$$ w/o"rd\\+%\t🙂'
 
 
 @pytest.mark.parametrize(
-    "form",
+    "spelling",
     [
         SECRET,
         SECRET.upper(),
@@ -174,8 +174,8 @@ SECRET = 'Pä$$ w/o"rd\\+%\t🙂'
         repr(SECRET.encode()),
     ],
 )
-def test_values_are_hidden_however_they_are_written(form: str) -> None:
-    shown = hide_values(f"key={form};", [SECRET])
+def test_values_are_hidden_however_they_are_written(spelling: str) -> None:
+    shown = hide_values(f"key={spelling};", [SECRET])
     assert re.fullmatch(r"""key=b?["']?\*\*\*["']?;""", shown)
 
 

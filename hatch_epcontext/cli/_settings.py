@@ -1,4 +1,4 @@
-"""What commands work on: settings as flags, or a project; and messages that name keys in that form."""
+"""What commands work on: settings as flags, or a project; and messages that name keys so."""
 
 from __future__ import annotations
 

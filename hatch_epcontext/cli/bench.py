@@ -92,7 +92,7 @@ def command(
     """Measure how much faster compiled models open.
 
     New processes open each MODEL and run it once: the source on the CPU; the prepared source on the EP,
-    which compiles it at each start; and the compiled form. The table has the median, the least and the most
+    which compiles it at each start; and the compiled model. The table has the median, the least and the most
     of all runs. The cache is not used.
 
     Without MODEL: the models of the project in the current folder, for the only target or --target.

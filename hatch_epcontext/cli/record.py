@@ -63,7 +63,7 @@ def command(command: tuple[str, ...], compiled_shapes: bool) -> None:
             samples = {file.stem.rpartition("-")[0] for file in (folder / name).glob("*.npz")}
             if not samples:
                 warn(
-                    f"{name}: the app did not call run() of a session on it or its exported forms."
+                    f"{name}: the app did not call run() of a session on it or its exported variants."
                 )
                 continue
             place.mkdir(mode=0o700, exist_ok=True)

@@ -94,13 +94,13 @@ def expand(model: Model, table: ModelTable) -> tuple[Model, ...]:
         return stages(model)
     fixed = tuple(target for target in model.targets if target.settings.static_shapes)
     still_open = tuple(target for target in model.targets if not target.settings.static_shapes)
-    forms = tuple(_forms(model, table))
-    plain = dataclasses.replace(forms[0], name=model.name, static_shapes=bool(fixed))
-    if len(forms) == 1 or not fixed:
+    sized = tuple(_sized(model, table))
+    plain = dataclasses.replace(sized[0], name=model.name, static_shapes=bool(fixed))
+    if len(sized) == 1 or not fixed:
         return (plain,)
     targets = tuple(target.name for target in model.targets)
-    shape_set = ShapeSet(model.name, tuple(form.name for form in forms), targets)
-    members = [dataclasses.replace(form, targets=fixed, shape_set=shape_set) for form in forms]
+    shape_set = ShapeSet(model.name, tuple(member.name for member in sized), targets)
+    members = [dataclasses.replace(member, targets=fixed, shape_set=shape_set) for member in sized]
     if still_open:
         members.append(
             dataclasses.replace(plain, targets=still_open, static_shapes=False, shape_set=shape_set)
@@ -108,7 +108,7 @@ def expand(model: Model, table: ModelTable) -> tuple[Model, ...]:
     return tuple(members)
 
 
-def _forms(model: Model, table: ModelTable) -> Iterator[Model]:
+def _sized(model: Model, table: ModelTable) -> Iterator[Model]:
     """``model`` in the sizes of its ``table``, in the configured order; several get them in their names."""
     for key, suffix in (("shapes", _suffix_of_shapes), ("dims", _suffix_of_dims)):
         if len(listed := _tables(getattr(table, key))) > 1:

@@ -112,7 +112,7 @@ class Target:
 
     ``plugin``: the EP's library. ``key`` is its place in the configuration, and ``changes`` has those of
     the keys that the model changes. ``profiles`` are also in ``settings.provider_options``, in the EP's
-    form. With ``from_cache`` nothing is compiled for the target in this build. ``files``: those that its
+    spelling. With ``from_cache`` nothing is compiled for the target in this build. ``files``: those that its
     options name. ``resources``: those that a dask worker must have for it. ``calibration``: the absolute
     path of the calibration inputs, empty if models are not quantized. ``companion``: the distribution of the
     companion wheel with its artifacts, if that is not the app's own.
@@ -275,7 +275,7 @@ class Model:
 
     @property
     def is_compared(self) -> bool:
-        """Whether forms of the model are compared with the source, which is run on the CPU for that."""
+        """Whether what is made of the model is compared with the source, which is run on the CPU for that."""
         return self.validate.mode is not False and self.validate.tolerance is not False
 
     def tolerance_for(self, target: Target) -> Tolerance | None:

@@ -112,7 +112,7 @@ _PLATFORM = must_be(
     lambda value: re.fullmatch(r"[a-z0-9_]+", value),
 )
 _DISTRIBUTION = must_be(
-    "the normal form of a distribution's name, of small letters, digits and single hyphens after a letter, "
+    "the normalized name of a distribution, of small letters, digits and single hyphens after a letter, "
     'such as "my-app-models-npu"',
     lambda value: re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", value),
 )

@@ -81,7 +81,7 @@ def versions_of(target: Target, installed_versions: Mapping[str, str]) -> dict[s
 
 
 def _most_demanding(targets: Iterable[Target]) -> list[Target]:
-    """One target of each name, in the form with the most requirements: models narrow targets."""
+    """One target of each name, in the variant with the most requirements: models narrow targets."""
     chosen: dict[str, Target] = {}
     for target in targets:
         if target.name not in chosen or _demands(target) > _demands(chosen[target.name]):
@@ -119,7 +119,7 @@ def _distribution(targets: Sequence[Target]) -> str:
 def requirements(targets: Iterable[Target]) -> tuple[str, ...]:
     """What a front end installs for all targets, with exactly one ONNX Runtime distribution.
 
-    ``targets`` may have several forms of one target. Raises ConfigError when one environment cannot build
+    ``targets`` may have several variants of one target. Raises ConfigError when one environment cannot build
     all of them.
     """
     # What cannot be installed on this machine is left out, and reported before it is compiled: an editable

@@ -102,7 +102,7 @@ def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
     sources = {source.model.name: source for source in read}
     versions: dict[str, dict[str, str]] = {}
     for target in plan.local_targets:
-        # Models may narrow a target: what can change any of its forms counts.
+        # Models may narrow a target: what can change any of its variants counts.
         if not target.from_cache:
             versions.setdefault(target.name, {}).update(versions_of(target, installed))
     return Build(workers, cache, staging, versions, sources, plan.jobs)

@@ -156,7 +156,7 @@ class Attempt:
 
     @property
     def may_improve(self) -> bool:
-        """Whether other forms of the models may give a better result."""
+        """Whether other recipes may give a better result."""
         return self.stopped_in == "compile" or (self.record is not None and not self.is_whole)
 
     @property

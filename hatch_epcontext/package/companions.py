@@ -316,7 +316,7 @@ def _published(name: str, published: str) -> dict[Version, Path | IndexFile]:
     )
     wheels = dict[Version, Path | IndexFile]()
     for file in files:
-        # Other files, and names of no valid form.
+        # Other files, and names that are not valid.
         with contextlib.suppress(ValueError):
             distribution, version, *_ = parse_wheel_filename(file.name)
             if distribution == name:

@@ -126,7 +126,7 @@ class OrtInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One form of a component. ``variant_directory`` is relative to the package, with forward slashes."""
+    """One variant of a component. ``variant_directory`` is relative to the package, with forward slashes."""
 
     variant_directory: str
     ep: str

@@ -356,7 +356,7 @@ class Provider:
     def compiled_for(self, compatibility: str) -> dict[str, str]:
         """What a context with this compatibility string was compiled for, by name; empty if it is unknown.
 
-        Options have values in the EP's form: ``"60,57"`` for two chips.
+        Options have values in the EP's spelling: ``"60,57"`` for two chips.
         """
         return {}
 

@@ -1,4 +1,4 @@
-"""Provider options: their form in TOML, and in ONNX Runtime."""
+"""Provider options: their spelling in TOML, and in ONNX Runtime."""
 
 from __future__ import annotations
 

@@ -169,5 +169,5 @@ def test_a_language_model_is_in_one_wheel_with_its_targets(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["My-App", "my_app_models", "3d-models", ""])
 def test_a_companion_has_the_normal_form_of_a_distributions_name(config: Config, name: str) -> None:
     toml = TOML.replace("my-app-models-npu", name)
-    message = "must be the normal form of a distribution's name"
+    message = "must be the normalized name of a distribution"
     assert_one_problem(config.root, toml, "targets.npu.companion", message)
