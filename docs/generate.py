@@ -49,7 +49,7 @@ def _table(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[st
 
 
 def _linked(text: str) -> str:
-    """``text`` with links in place of the paths of pages."""
+    """``text`` with links instead of the paths of pages."""
     return re.sub(r"`docs/([a-z-]+\.md)(#[a-z-]+)?`", r"[\1](\1\2)", text)
 
 
@@ -247,7 +247,7 @@ def _rewrites() -> str:
         doc = (inspect.getdoc(rewrite.rule) or "").split("\n\n")[0]
         text = " ".join(doc.replace("``", "`").split()).split(" Raises ")[0].removesuffix(".")
         rows.append((f"`{rewrite.name}`", shown, text))
-    return "\n".join(_table(("rewrite", "of", "in its place"), rows))
+    return "\n".join(_table(("rewrite", "of", "by"), rows))
 
 
 _SEVERAL = "several"
@@ -292,12 +292,12 @@ def _operator(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _faults(faults: Iterable[Fault]) -> Iterator[tuple[str, ...]]:
     """A row for the faults of an operator with one description; operators with equal rows share one."""
-    places: dict[tuple[str, str, str | None], list[str]] = {}
+    nodes: dict[tuple[str, str, str | None], list[str]] = {}
     for fault in faults:
         key = fault.operator, fault.text.replace("|", "\\|"), fault.rewrite
-        places.setdefault(key, []).append(_where(fault))
+        nodes.setdefault(key, []).append(_where(fault))
     alike: dict[tuple[str, str, str], list[str]] = {}
-    for (operator, text, rewrite), where in places.items():
+    for (operator, text, rewrite), where in nodes.items():
         joined = "; or ".join(filter(None, dict.fromkeys(where))).replace("; or exponent", " or")
         alike.setdefault((joined, text, f"`{rewrite}`" if rewrite else ""), []).append(operator)
     for cells, operators in alike.items():

@@ -302,8 +302,8 @@ class _Build(ProjectBuild):
 
         finished = FinishedWheel(built, self.name)
         if config is None:
-            place = self.config(pending=True).output
-            left_out = self._earlier(place, place) if place else ()
+            output = self.config(pending=True).output
+            left_out = self._earlier(output, output) if output else ()
             with writing("the wheel", folder), replacing(folder) as new:
                 return finished.write(new, {}, None, left_out).name
         self.show_overrides(config)
@@ -340,8 +340,8 @@ class _Build(ProjectBuild):
             selection = SdistBuilder(str(self.root)).config
             files = self.sdist_additions(config, selection, packed, self.hooks)
         if config.output is not None:
-            place = self._source_of(str(config.output)).relative_to(self.root)
-            earlier = self._earlier(config.output, PurePosixPath(place))
+            path = self._source_of(str(config.output)).relative_to(self.root)
+            earlier = self._earlier(config.output, PurePosixPath(path))
         with writing("the sdist", folder), replacing(folder) as new:
             written = write_sdist(sdist, new, files, earlier)
             self.check_size(written)
@@ -386,15 +386,15 @@ class _Build(ProjectBuild):
         return next((path for path in candidates if path.exists()), self.root / own)
 
     def _folder_of(self, output: PurePosixPath) -> Path:
-        """Where ``output`` is in the project; raises ConfigError if its parent is in no usual place."""
+        """Where ``output`` is in the project; raises ConfigError if its parent is not where it usually is."""
         from hatch_epcontext.package.folder import project_folder
 
         parent = self._source_of(str(output.parent))
         files = {f"{output.parent}/__init__.py": parent / "__init__.py"} if parent.is_dir() else {}
         return project_folder(output, files)
 
-    def _earlier(self, output: PurePosixPath, place: PurePosixPath) -> frozenset[str]:
-        """The files of an editable install, which no archive contains; ``place``: their folder in it."""
+    def _earlier(self, output: PurePosixPath, packed: PurePosixPath) -> frozenset[str]:
+        """The files of an editable install, which no archive contains; ``packed``: their folder in it."""
         from hatch_epcontext.package.folder import owned_paths
 
-        return owned_paths(place, self._source_of(str(output)))
+        return owned_paths(packed, self._source_of(str(output)))

@@ -209,7 +209,7 @@ class Problem:
     causes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # In place of a path or a key, a user may have given a URL with a password.
+        # Instead of a path or a key, a user may have given a URL with a password.
         object.__setattr__(self, "location", hide_credentials(self.location))
 
     @classmethod
@@ -262,8 +262,8 @@ def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:
         # Logs differ in times and process ids.
         log = re.sub("(?<![0-9a-f])[a-f]*[0-9][0-9a-f]*", "", problem.log or "")
         # Several models of a glob have one key.
-        place = replace(problem, targets=()).where()
-        same = (problem.kind, place, problem.account, problem.hint, problem.causes, log)
+        where = replace(problem, targets=()).where()
+        same = (problem.kind, where, problem.account, problem.hint, problem.causes, log)
         first = distinct.setdefault(same, problem)
         distinct[same] = replace(
             first,

@@ -155,9 +155,9 @@ def temp_dir(parent: Path | None = None) -> Iterator[Path]:
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
-    if parent is None and not is_text(place := Path(tempfile.gettempdir())):
+    if parent is None and not is_text(system := Path(tempfile.gettempdir())):
         raise OSError(
-            f"the folder for temporary files, {place}, has a path that is not UTF-8, and ONNX Runtime "
+            f"the folder for temporary files, {system}, has a path that is not UTF-8, and ONNX Runtime "
             f"cannot open such paths. Set {TEMP_VARIABLE} to another folder."
         )
     prefix = STAGING_PREFIX if parent is None else _PREFIX_BESIDE
@@ -212,10 +212,10 @@ def _sweep_one(folder: Path) -> None:
 
 def _recover(folder: Path) -> None:
     """Finish or undo what a killed `replace_files` had begun, whose temporary folder this is."""
-    place = next((folder / name for name in (_READY, _EARLIER) if (folder / name).is_dir()), None)
-    files = [] if place is None else [path for path in place.rglob("*") if not path.is_dir()]
+    moved = next((folder / name for name in (_READY, _EARLIER) if (folder / name).is_dir()), None)
+    files = [] if moved is None else [path for path in moved.rglob("*") if not path.is_dir()]
     for path in sorted(files, key=lambda path: path.lstat().st_mtime_ns):
-        target = folder.parent / path.relative_to(place or folder)
+        target = folder.parent / path.relative_to(moved or folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         path.replace(target)
 
@@ -308,7 +308,7 @@ def replace_files(
             new.mkdir(exist_ok=True)
             check(new)
             moves = [(folder / name, earlier / name) for name in reversed(names) if names[1:]]
-            moves = [(old, place) for old, place in moves if os.path.lexists(old)]
+            moves = [(old, new_path) for old, new_path in moves if os.path.lexists(old)]
             moves.append((new, ready))
             _move_all([*moves, *((ready / name, folder / name) for name in files)])
     finally:
@@ -487,7 +487,7 @@ def file_sha256(path: Path) -> str:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether Git LFS has left a pointer in place of the file at ``path``."""
+    """Whether Git LFS has left a pointer instead of the file at ``path``."""
     with path.open("rb") as file:
         return file.read(len(_LFS)) == _LFS
 

@@ -66,13 +66,13 @@ class HatchBuild(ProjectBuild):
         packed = wheel.packed_files(self._selection, build_data)
         wheel.check_names(packed)
         output = self._output_folder(config, wheel.selected_files(self._selection), packed)
-        place = self._in_wheel(output)
-        result, package = self.compile_package(config, project, place, packed)
+        packed_in = self._in_wheel(output)
+        result, package = self.compile_package(config, project, packed_in, packed)
         build_data["force_include"].update(package.entries(output))
         if config.wheel.sbom:
             build_data["sbom_files"].append(str(self.write_sbom(result, package, project)))
         self._set_tag(wheel.tag(config.of_wheel()), build_data)
-        self._finish = lambda path: self.verify(path, place, package, result)
+        self._finish = lambda path: self.verify(path, packed_in, package, result)
 
     def install_editable(self) -> None:
         """Make the package of an editable install, which `finish` writes into the project."""
@@ -91,8 +91,8 @@ class HatchBuild(ProjectBuild):
         files = selected_files(self._selection)
         output = self._output_folder(config, files, files)
         folder = project_folder(output, files)
-        place = self._in_wheel(output)
-        write = self.editable_package(config, self._project(), folder, place)
+        packed_in = self._in_wheel(output)
+        write = self.editable_package(config, self._project(), folder, packed_in)
         self._finish = lambda _: write()
         if env_var_enabled(BuildEnvVars.HOOKS_ONLY):
             # Here Hatch calls no hook again.

@@ -134,7 +134,7 @@ def load(
     ``session_options``: the app's own, only for this call, to which those of the target are added; or a
     function that creates them, for each target that is opened.
     ``provider_options``: more options for all targets except the source model.
-    ``fallback_providers``: the providers of the source model, as ``InferenceSession`` takes them, in place of
+    ``fallback_providers``: the providers of the source model, as ``InferenceSession`` takes them, instead of
     the CPU's; those that this onnxruntime lacks are left out.
     ``windows_ml``: first register the EPs that the package windowsml has ready on this machine, if any.
 
@@ -336,7 +336,7 @@ class Package:
         """Raise LoadError if the manifest or a module differs from what is recorded."""
         import hashlib
 
-        # A file cannot contain its own sha256: that of the manifest is with zeros in this place.
+        # A file cannot contain its own sha256: that of the manifest is with zeros instead of it.
         text = self._text.replace(self._checksum.encode() or b"?", b"0" * 64)
         if hashlib.sha256(text).hexdigest() != self._checksum:
             raise LoadError(f"{_MANIFEST} {_CHANGED}")
@@ -653,7 +653,7 @@ def _cause(error: Exception) -> str:
     import re
 
     log("debug", f"{type(error).__name__}: {error}")
-    # Before it onnxruntime names places and functions in its sources, and behind a failed call of CUDA more.
+    # Before it onnxruntime names lines and functions of its sources, and behind a failed call of CUDA more.
     function = r"([\w:~]+::[\w~]+|[^()]*\([^()]*\)( const)?( \[with [^]]*\])?) "
     text = re.sub(rf"\S+\.(cc|cpp|cuh?|h|hpp):\d+ {function}", "", str(error).partition(" ; ")[0])
     short = f"{type(error).__name__}: {' '.join(text.split())[:300]}"

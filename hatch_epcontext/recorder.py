@@ -166,10 +166,10 @@ class Recorder:
         self._begun[model] += 1
         if len(kept) < SAMPLES:
             kept.append(number)
-        elif (place := self._random.randint(1, number)) < SAMPLES:
-            for file in (self._folder / model).glob(f"{os.getpid()}-{kept[place]}-*.npz"):
+        elif (index := self._random.randint(1, number)) < SAMPLES:
+            for file in (self._folder / model).glob(f"{os.getpid()}-{kept[index]}-*.npz"):
                 file.unlink()
-            kept[place] = number
+            kept[index] = number
         return number
 
 

@@ -37,13 +37,13 @@ _SEQUENCES, _UNIONS = (tuple, Sequence), (Union, types.UnionType)
 _NOTHING: Any = object()
 """The result for a value that does not fit, and the value of a missing one."""
 
-_Place = tuple["str | int", ...]
+_Keys = tuple["str | int", ...]
 
 
 class _Wrong(NamedTuple):
-    """A ``value`` at its place that is no ``type``, or whose key is not one of the ``known``."""
+    """A ``value`` at its ``keys`` that is no ``type``, or whose key is not one of the ``known``."""
 
-    place: _Place
+    keys: _Keys
     type: Any
     value: Any
     known: tuple[str, ...] = ()
@@ -123,8 +123,8 @@ def _dataclass_schema(type_: type[Any], is_toml: bool) -> _Schema:
     return _Schema("fields", type_, parts, is_strict=is_toml)
 
 
-def _read(schema: _Schema, value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
-    """``value``, which is at ``place``, as its ``schema`` says.
+def _read(schema: _Schema, value: Any, keys: _Keys, wrong: list[_Wrong]) -> Any:
+    """``value``, which is at ``keys``, as its ``schema`` says.
 
     If it does not fit, the result is `_NOTHING`, and ``wrong`` gets the reason.
     """
@@ -134,13 +134,13 @@ def _read(schema: _Schema, value: Any, place: _Place, wrong: list[_Wrong]) -> An
             return value if isinstance(value, type_) else type_(value)
     # A string is iterable too, and would become a list of characters.
     elif isinstance(value, _CONTAINERS.get(kind, ())):
-        return _read_inside(schema, value, place, wrong)
+        return _read_inside(schema, value, keys, wrong)
     elif kind == "union":
         for member in parts:
             inside: list[_Wrong] = []
-            result = _read(member, value, place, inside)
+            result = _read(member, value, keys, inside)
             # The member for which a list or a table is meant has problems only inside of it.
-            if not inside or all(problem.place != place for problem in inside):
+            if not inside or all(problem.keys != keys for problem in inside):
                 wrong += inside
                 return result
     elif kind == "choice":
@@ -150,35 +150,35 @@ def _read(schema: _Schema, value: Any, place: _Place, wrong: list[_Wrong]) -> An
                 return meant
     elif kind == "any":
         return value
-    wrong.append(_Wrong(place, type_, value))
+    wrong.append(_Wrong(keys, type_, value))
     return _NOTHING
 
 
-def _read_inside(schema: _Schema, value: Any, place: _Place, wrong: list[_Wrong]) -> Any:
+def _read_inside(schema: _Schema, value: Any, keys: _Keys, wrong: list[_Wrong]) -> Any:
     """The list, table or dataclass with the values in ``value``."""
     kind, type_, parts, is_strict = schema
     if kind == "list":
-        items = [_read(parts, plain, (*place, index), wrong) for index, plain in enumerate(value)]
+        items = [_read(parts, plain, (*keys, index), wrong) for index, plain in enumerate(value)]
         if _NOTHING in items and any(isinstance(plain, dict) for plain in value):
             # The other tables keep their indices.
-            items = [_read(parts, {}, place, []) if it is _NOTHING else it for it in items]
+            items = [_read(parts, {}, keys, []) if it is _NOTHING else it for it in items]
         return _NOTHING if _NOTHING in items else tuple(items)
     if kind == "table":
-        table = {name: _read(parts, item, (*place, name), wrong) for name, item in value.items()}
+        table = {name: _read(parts, item, (*keys, name), wrong) for name, item in value.items()}
         return {name: item for name, item in table.items() if item is not _NOTHING}
     values, is_whole = {}, True
     for key, (name, item, is_required) in parts.items():
         if key in value:
-            member = _read(item, value[key], (*place, key), wrong)
+            member = _read(item, value[key], (*keys, key), wrong)
             if member is not _NOTHING:
                 values[name] = member
                 continue
         elif is_required:
-            wrong.append(_Wrong((*place, key), None, _NOTHING))
+            wrong.append(_Wrong((*keys, key), None, _NOTHING))
         is_whole = is_whole and not is_required
     if is_strict:
         unknown = sorted(value.keys() - parts.keys())
-        wrong += (_Wrong((*place, key), None, value[key], tuple(parts)) for key in unknown)
+        wrong += (_Wrong((*keys, key), None, value[key], tuple(parts)) for key in unknown)
     return type_(**values) if is_whole else _NOTHING
 
 
@@ -191,9 +191,9 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     wrong: list[_Wrong] = []
     result = _read(_schema(type_, is_toml=True), table, (), wrong)
     for fault in wrong:
-        place = Key((*key.parts, *fault.place))
+        place = Key((*key.parts, *fault.keys))
         if fault.known:
-            near = suggestion(str(fault.place[-1]), sorted(fault.known))
+            near = suggestion(str(fault.keys[-1]), sorted(fault.known))
             yield Problem.at(place, Kind.UNKNOWN_KEY, "is not a known key.", near)
         else:
             is_table_for_list = describe_type(fault.type) == _LIST and isinstance(fault.value, dict)
@@ -250,9 +250,9 @@ def from_plain(value: Any, type_: type[T]) -> T:
     wrong: list[_Wrong] = []
     result: T = _read(_schema(type_, is_toml=False), value, (), wrong)
     if wrong:
-        places = (".".join((type_.__name__, *map(str, value.place))) for value in wrong)
+        names = (".".join((type_.__name__, *map(str, value.keys))) for value in wrong)
         reasons = (value.reason for value in wrong)
-        raise ValueError("; ".join(map(": ".join, zip(places, reasons, strict=True))))
+        raise ValueError("; ".join(map(": ".join, zip(names, reasons, strict=True))))
     return result
 
 

@@ -48,7 +48,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 def writing(
     what: str, folder: Path, location: str = "", error: type[EpcontextError] = AccidentError
 ) -> Iterator[None]:
-    """Raise ``error`` with one problem in place of an OSError, while ``what`` is written to ``folder``."""
+    """Raise ``error`` with one problem instead of an OSError, while ``what`` is written to ``folder``."""
     try:
         yield
     except OSError as cause:
@@ -60,9 +60,7 @@ def check_folder(folder: Path) -> None:
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         message = "is a file, and not a folder."
-        raise OutputError(
-            Problem(Kind.FILE_EXISTS, str(existing), message, "Choose another place.")
-        )
+        raise OutputError(Problem(Kind.FILE_EXISTS, str(existing), message, "Choose another path."))
     with writing("a result", existing, str(folder), OutputError):
         # Tested by writing, because no system reliably reports write permission.
         try:
@@ -77,13 +75,13 @@ def system_problem(
 ) -> Problem:
     """The problem for ``error`` while ``what`` was written to ``folder``, or to the file in ``error``."""
     path, reason = _path_and_reason(error)
-    place = folder or (Path(path).absolute().parent if path else Path.cwd())
+    written = folder or (Path(path).absolute().parent if path else Path.cwd())
     doing = f" while {what} was written" if what else ""
-    message = f"{reason}{doing}: {path or place}."
+    message = f"{reason}{doing}: {path or written}."
     full = error.errno in _FULL or _FULL_IN_WORDS.search(reason) is not None
     if full:
-        message += f"\n{_room(place)}"
-    advice = _advice(place, full=full)
+        message += f"\n{_room(written)}"
+    advice = _advice(written, full=full)
     if is_in_use(error) and not full:
         advice = f"If another program has it open, close that, or try again. Otherwise: {advice}"
     return Problem(Kind.SYSTEM_ERROR, location, message, advice)

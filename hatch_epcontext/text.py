@@ -240,7 +240,7 @@ def pairs(values: Mapping[str, object]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; the texts of each column begin at the same place."""
+    """The lines of a table; the texts of each column begin at the same column."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()

@@ -56,7 +56,7 @@ class KeptServers:
             return server
 
     def fork(self, log_path: Path, memory_limit: int | None) -> Fork:
-        """A fork in place of a fresh interpreter."""
+        """A fork instead of a fresh interpreter."""
         return Fork(self.get())
 
     def end(self, *but: Variables) -> None:

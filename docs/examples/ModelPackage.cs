@@ -61,9 +61,9 @@ static class ModelPackage
     delegate IntPtr Create(IntPtr env, IntPtr options, out IntPtr result);
     delegate IntPtr SelectComponent(IntPtr package, IntPtr name, IntPtr options, out IntPtr result);
 
-    // The C tables OrtApi and OrtModelPackageApi are stable: a function keeps its place.
-    static T At<T>(IntPtr table, int place) =>
-        Marshal.GetDelegateForFunctionPointer<T>(Marshal.ReadIntPtr(table, place * IntPtr.Size));
+    // The C tables OrtApi and OrtModelPackageApi are stable: a function keeps its index.
+    static T At<T>(IntPtr table, int index) =>
+        Marshal.GetDelegateForFunctionPointer<T>(Marshal.ReadIntPtr(table, index * IntPtr.Size));
 
     static (string Variant, string Folder) Select(
         OrtEnv env, SessionOptions options, string package, string model)

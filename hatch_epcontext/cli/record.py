@@ -51,9 +51,9 @@ def command(command: tuple[str, ...], compiled_shapes: bool) -> None:
                 **(sizes if model.static_shapes else {key: {} for key in sizes}),
             },
         )
-    place = Path(".epcontext-samples")
-    if place.exists():
-        raise click.UsageError(f"{place} exists, and nothing is overwritten: move it away.")
+    recorded = Path(".epcontext-samples")
+    if recorded.exists():
+        raise click.UsageError(f"{recorded} exists, and nothing is overwritten: move it away.")
     if (program := shutil.which(command[0])) is None:
         raise click.UsageError(f"there is no program {command[0]!r}.")
     with temp_dir() as folder:
@@ -66,11 +66,11 @@ def command(command: tuple[str, ...], compiled_shapes: bool) -> None:
                     f"{name}: the app did not call run() of a session on it or its exported variants."
                 )
                 continue
-            place.mkdir(mode=0o700, exist_ok=True)
-            shutil.move(folder / name, place)
-            (place / name / ".gitignore").write_text(RECORDED_IGNORE, encoding="utf-8")
+            recorded.mkdir(mode=0o700, exist_ok=True)
+            shutil.move(folder / name, recorded)
+            (recorded / name / ".gitignore").write_text(RECORDED_IGNORE, encoding="utf-8")
             states = {key: value for model, key, value in map(json.loads, lines) if model == name}
-            table = {"inputs": f"{place}/{name}", **({"states": states} if states else {})}
+            table = {"inputs": f"{recorded}/{name}", **({"states": states} if states else {})}
             kept = f"kept {count(len(samples), 'sample')}. In the table of the model, set"
             echo(f"{name}: {kept}\n    validate = {to_toml(table)}", err=True, lines=True)
     click.get_current_context().exit(code if code >= 0 else 128 - code)

@@ -43,8 +43,8 @@ class BuildHooks:
 def read_hooks(builder_config: Any) -> BuildHooks:
     """The hooks in the configuration of one of hatchling's builders, without those that are switched off."""
     names = list(builder_config.hook_config)
-    place = names.index(NAME) if NAME in names else len(names)
-    return BuildHooks(_makers(names[:place]), _makers(names[place + 1 :]))
+    index = names.index(NAME) if NAME in names else len(names)
+    return BuildHooks(_makers(names[:index]), _makers(names[index + 1 :]))
 
 
 def hooks_of_project(root: Path) -> BuildHooks:

@@ -85,21 +85,21 @@ _Fault = tuple[str, str, str]
 
 def _unusable_files(folder: Path, files: list[str]) -> Iterator[_Fault]:
     """What is wrong with the ``files`` of the folder, whatever they contain: apps get all of them."""
-    root, places = os.path.realpath(folder), {name: folder / name for name in files}
-    real = {name: Path(os.path.realpath(place)) for name, place in places.items()}
-    if links := [n for n in files if places[n].is_symlink() and not is_regular(places[n])]:
+    root, paths = os.path.realpath(folder), {name: folder / name for name in files}
+    real = {name: Path(os.path.realpath(path)) for name, path in paths.items()}
+    if links := [n for n in files if paths[n].is_symlink() and not is_regular(paths[n])]:
         message = f"has links to no file: {_names(links)}."
         yield "path", message, _hint_for_links(real[links[0]])
     if links := [n for n in files if n not in links and not real[n].is_relative_to(root)]:
         message = f"has links out of the folder: {_names(links)}."
         yield "path", message, _hint_for_links(real[links[0]])
-    regular = [name for name in files if is_regular(places[name])]
+    regular = [name for name in files if is_regular(paths[name])]
     for name in regular:
-        if rejection := unreadable(places[name]):
+        if rejection := unreadable(paths[name]):
             yield "path", f"has the file {show(name)}, which {rejection.message}", rejection.hint
             return
-    if pointers := [name for name in regular if is_lfs_pointer(places[name])]:
-        message = f"has pointers of Git LFS in place of files: {_names(pointers)}."
+    if pointers := [name for name in regular if is_lfs_pointer(paths[name])]:
+        message = f"has pointers of Git LFS instead of files: {_names(pointers)}."
         yield "path", message, "Run: git lfs pull"
     for name in files:
         if not is_portable(name):
@@ -115,7 +115,7 @@ def _names(files: Sequence[str]) -> str:
 def _hint_for_links(target: Path) -> str:
     """What to do about links, of which one leads to ``target``."""
     if target.parent.name != "blobs":
-        return "Put the files in their place: apps get all files of the folder."
+        return "Copy the files into the folder: apps get all files of the folder."
     kind, *parts = target.parent.parent.name.split("--")
     repository = "/".join(parts) if kind == "models" and parts else "REPOSITORY"
     return (
@@ -156,12 +156,12 @@ def _faults(
             message = f"{GENAI_CONFIG} names the file {show(name)}, which is missing."
             yield "path", message, "Fetch it."
     yield from _faults_of_tokenizer(config, files)
-    for place, library in dict.fromkeys(_libraries(config.document)):
+    for dotted, library in dict.fromkeys(_libraries(config.document)):
         message = f"{GENAI_CONFIG} names the library {show(library)}, which is for one system."
-        hint = f'Remove {place}. For QNN, "backend_type": "htp" is right on every system.'
+        hint = f'Remove {dotted}. For QNN, "backend_type": "htp" is right on every system.'
         yield "path", message, hint
     for name in sorted({*changed, SOURCE}.intersection(file.partition("/")[0] for file in files)):
-        message = f"has a folder {show(name)}, the place of that target in the package."
+        message = f"has a folder {show(name)}, where the package has that target."
         yield "path", message, "Rename one of them."
     length = table.context_length or config.context_length
     if length > config.context_length:
@@ -188,10 +188,12 @@ def _faults(
 
 
 def _faults_of_tokenizer(config: GenaiConfig, files: list[str]) -> Iterator[_Fault]:
-    place = config.content.get("tokenizer_dir") or "."
-    inside = place.rstrip("/") if isinstance(place, str) else ""
+    folder = config.content.get("tokenizer_dir") or "."
+    inside = folder.rstrip("/") if isinstance(folder, str) else ""
     if inside != "." and not is_portable(inside):
-        message = f"{GENAI_CONFIG} has the tokenizer_dir {show(place)}, which is not in the folder."
+        message = (
+            f"{GENAI_CONFIG} has the tokenizer_dir {show(folder)}, which is not in the folder."
+        )
         yield "path", message, "Put the tokenizer into the folder: apps get only that."
         return
     prefix = "" if inside == "." else f"{inside}/"
@@ -222,18 +224,18 @@ def _libraries(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     # Each value with its key, and whether a key says that it is a library; a recursion could be too deep.
     values: list[tuple[Any, str, bool]] = [(document, "", False)]
     while values:
-        value, place, is_loaded = values.pop()
+        value, dotted, is_loaded = values.pop()
         if isinstance(value, dict):
-            keys = {name: f"{place}.{name}".lstrip(".") for name in value}
+            keys = {name: f"{dotted}.{name}".lstrip(".") for name in value}
             yield from ((key, name) for name, key in keys.items() if _LIBRARY.search(name))
             values += (
                 (inner, keys[name], is_loaded or bool(_LOADED.search(name)))
                 for name, inner in value.items()
             )
         elif isinstance(value, list):
-            values += ((inner, place, is_loaded) for inner in value)
+            values += ((inner, dotted, is_loaded) for inner in value)
         elif isinstance(value, str) and (_LIBRARY.search(value) or (is_loaded and value)):
-            yield place, value
+            yield dotted, value
 
 
 def stages(model: Model) -> tuple[Model, ...]:
@@ -305,7 +307,7 @@ def check_part(key: Key, path: Path) -> Iterator[Problem]:
             f"is a part of the folder {folder} of onnxruntime-genai, which opens the whole folder."
         )
         hint = (
-            "Name the folder in place of the file. If your app runs the model without onnxruntime-genai, "
+            "Name the folder instead of the file. If your app runs the model without onnxruntime-genai, "
             "move it out of the folder."
         )
         yield Problem.at(key, Kind.INVALID_FOLDER, message, hint)

@@ -35,7 +35,7 @@ class GenaiConfig:
     ``files``: the model by its name in the folder, or those of the stages of its pipeline by stage.
     ``cached``: the stages that have a cache, which are those worth compiling; none without a pipeline.
     ``providers``: the options of EPs, by genai's names.
-    ``past_names``: those of the inputs with the cache, with ``%d`` in place of the number of one of the
+    ``past_names``: those of the inputs with the cache, with ``%d`` instead of the number of one of the
     ``layers``, of the shape batch x ``heads`` x tokens x ``head_size``.
     """
 

@@ -166,10 +166,10 @@ def _check_hook(table: Mapping[str, Any]) -> Diagnosed[None]:
         yield Problem(Kind.UNKNOWN_KEY, f"{HOOK}.{quoted_key(key)}", message, hint)
 
 
-def _check_values(table: Any, place: tuple[str | int, ...]) -> Iterator[Problem]:
-    """All values inside of ``table``, which is at ``place``, each by what its key declares."""
+def _check_values(table: Any, parts: tuple[str | int, ...]) -> Iterator[Problem]:
+    """All values inside of ``table``, which is at ``parts``, each by what its key declares."""
     for field in dataclasses.fields(table):
-        value, own = getattr(table, field.name), (*place, toml_key(field.name))
+        value, own = getattr(table, field.name), (*parts, toml_key(field.name))
         # What a model changes of a target needs no provider; that of a target is another check.
         declared = declaration_of(field)
         if declared.required and not value and not isinstance(table, TargetTable):
@@ -182,13 +182,13 @@ def _check_values(table: Any, place: tuple[str | int, ...]) -> Iterator[Problem]
         yield from _check_tables(value, own)
 
 
-def _check_tables(value: Any, place: tuple[str | int, ...]) -> Iterator[Problem]:
+def _check_tables(value: Any, parts: tuple[str | int, ...]) -> Iterator[Problem]:
     """The tables in ``value``."""
     if dataclasses.is_dataclass(value):
-        yield from _check_values(value, place)
+        yield from _check_values(value, parts)
     elif isinstance(value, Mapping | tuple):
         for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _check_tables(item, (*place, name))
+            yield from _check_tables(item, (*parts, name))
 
 
 def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]:

@@ -1,4 +1,4 @@
-"""Places outside of the project: of models, with the hashes of files, and of shared caches, with keys."""
+"""What is outside of the project: of models, with the hashes of files, and of shared caches, with keys."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def check_location(key: Key, table: ModelTable) -> Iterator[Problem]:
                 yield Problem.at(key / name, Kind.NOT_APPLICABLE, message)
         return
     if table.path:
-        message = "is set together with path, and a model has one place."
+        message = "is set together with path, and a model has one of them."
         yield Problem.at(key / "url", Kind.CONFLICTING_KEYS, message, "Keep one of them.")
     elif check_url(table.url) is not None:
         # That is a problem of the value.
@@ -88,7 +88,7 @@ def expand(model: Model, table: ModelTable) -> tuple[Model, ...]:
 
     There is one model for each size, with the targets that fix shapes; and for the targets that leave them
     open, a last one with the configured name, whose dummy inputs have the first sizes. A language model has
-    its stages in place of sizes.
+    its stages instead of sizes.
     """
     if model.genai is not None:
         return stages(model)

@@ -48,14 +48,14 @@ _WRITES_A_FILE = (
 _RESERVED_SESSION_OPTIONS = {
     "ep.context_enable": "compiling always sets it",
     "ep.context_embed_mode": "use embed = true or false",
-    "ep.context_file_path": "the places of files in the wheel are fixed",
+    "ep.context_file_path": "the paths of files in the wheel are fixed",
     "ep.share_ep_contexts": "use share-weights",
     "ep.stop_share_ep_contexts": "use share-weights",
-    "ep.context_model_external_initializers_file_name": "the places of files in the wheel are fixed",
+    "ep.context_model_external_initializers_file_name": "the paths of files in the wheel are fixed",
     "session.compile_only": "ONNX Runtime sets it itself",
     "session.disable_model_compile": "the loader sets it for compiled models",
     "session.graph_optimization_level": 'use optimization = "..."',
-    "session.optimized_model_filepath": "the places of files in the wheel are fixed",
+    "session.optimized_model_filepath": "the paths of files in the wheel are fixed",
     "session.collect_node_memory_stats_to_file": _WRITES_A_FILE,
     "session.debug_layout_transformation": _WRITES_A_FILE,
     "session.enable_profiling": _WRITES_A_FILE,
@@ -121,7 +121,7 @@ def _check_values(
             yield Problem.at(place, Kind.INVALID_OPTION, message, *advice)
             continue
         if option.kind == "json" and (path := _ABSOLUTE.search(rendered)):
-            message = f"has the path {show(path[1])}, and the app has places of its own."
+            message = f"has the path {show(path[1])}, and the app has paths of its own."
             hint = "Leave it out. The app can set it: load(..., provider_options={...})."
             yield Problem.at(place, Kind.INVALID_OPTION, message, hint)
 

@@ -90,22 +90,22 @@ class Finder:
         """The file at ``path``, or with ``or_folder`` the file or folder; messages call it ``what``."""
         if not (yield from self._is_allowed(key, path)):
             return None
-        place = self.root / path
-        or_folder = or_folder or (what == "model" and is_genai_folder(place))
-        if self.pending or (or_folder and os.path.isdir(place)):  # noqa: PTH112, names can be too long
-            return place
-        if is_missing(place):
+        file = self.root / path
+        or_folder = or_folder or (what == "model" and is_genai_folder(file))
+        if self.pending or (or_folder and os.path.isdir(file)):  # noqa: PTH112, names can be too long
+            return file
+        if is_missing(file):
             message = f"there is no {what} at {show(path)}."
             if what == "model" and is_glob(path):
                 hint = f"A table has one model. Write only the globs: models = [{show(path)}]."
                 yield Problem.at(key, Kind.FILE_NOT_FOUND, message, hint)
             else:
-                yield self._not_found(key, message, _near(place))
-        elif rejection := unreadable(place):
+                yield self._not_found(key, message, _near(file))
+        elif rejection := unreadable(file):
             message = f"{show(path)} {rejection.message}"
             yield Problem.at(key, Kind.UNREADABLE_FILE, message, rejection.hint)
         else:
-            return place
+            return file
         return None
 
     def option(
@@ -134,10 +134,10 @@ class Finder:
         return rendered + value[end:], tuple(files)
 
     def _option_file(self, key: Key, path: str) -> OptionFile:
-        place = Path(os.path.normpath(self.root / path))
-        sha256 = file_sha256(place) if is_regular(place) else ""
+        file = Path(os.path.normpath(self.root / path))
+        sha256 = file_sha256(file) if is_regular(file) else ""
         # Names of folders in a wheel must not be too long for Windows.
-        return OptionFile(key, str(place), f"{sha256[:32]}/{place.name}", sha256)
+        return OptionFile(key, str(file), f"{sha256[:32]}/{file.name}", sha256)
 
     def shipped(self, file: OptionFile) -> Diagnosed[None]:
         """Check that ``file``, which apps get, is in the project, where an sdist has it too."""

@@ -1,4 +1,4 @@
-"""``pyproject.toml`` as plain values, and the lines of its keys: the one place that chooses the TOML reader.
+"""``pyproject.toml`` as plain values, and the lines of its keys: only this chooses the TOML reader.
 
 Python's TOML reader reports no lines. But the text up to the end of any statement is a document of its own,
 so the line of a key is the last line of the shortest such document with the key.

@@ -99,7 +99,7 @@ class Resolver:
             )
             yield from check_location(key, item)
             if item.url is not None:
-                return [(key, item, (yield from self._place(key, item)))]
+                return [(key, item, (yield from self._path_in_cache(key, item)))]
             path = yield from self._finder.file(key / "path", item.path, "model")
             # A path for Windows is one problem: the name that follows from it is right.
             return [(key, item, path or self._root / item.path.replace("\\", "/"))]
@@ -113,8 +113,8 @@ class Resolver:
             for path in paths
         ]
 
-    def _place(self, key: Key, table: ModelTable) -> Diagnosed[Path]:
-        """The place of a model from elsewhere in the user's cache."""
+    def _path_in_cache(self, key: Key, table: ModelTable) -> Diagnosed[Path]:
+        """The path of a model from elsewhere in the user's cache."""
         folder = self._environment.cache_dir or default_root()
         if folder is None:
             hint = f"Set {PREFIX}CACHE_DIR to a folder."
@@ -156,7 +156,7 @@ class Resolver:
             targets[name] = target = yield from self._target(name, key, table)
             if target is not None:
                 # No model may use it.
-                yield from self._resolve(target, _Place(key, key, TargetTable()))
+                yield from self._resolve(target, _TargetKeys(key, key, TargetTable()))
         yield from _check_duplicates(((key, name) for name, key in keys.items()), "target")
         return targets
 
@@ -246,24 +246,26 @@ class Resolver:
         for name in dict.fromkeys(names):
             if (target := self._targets.get(name)) is None:
                 continue
-            place = _Place(target.key, key / "targets" / name, changes.get(name) or TargetTable())
-            if changed := (yield from self._changed(target, place)):
+            keys = _TargetKeys(
+                target.key, key / "targets" / name, changes.get(name) or TargetTable()
+            )
+            if changed := (yield from self._changed(target, keys)):
                 named.append(changed)
-                targets.append((yield from self._resolve(changed, place)))
+                targets.append((yield from self._resolve(changed, keys)))
         if table.share_weights is not None and named:
             yield from check_sharing(key / "share-weights", named)
         return tuple(targets)
 
-    def _changed(self, target: NamedTarget, place: _Place) -> Diagnosed[NamedTarget | None]:
+    def _changed(self, target: NamedTarget, keys: _TargetKeys) -> Diagnosed[NamedTarget | None]:
         """``target`` with the changes of a model, checked as any target."""
-        if not place.changed:
+        if not keys.changed:
             return target
-        table = _merge(target.table, place.changes)
+        table = _merge(target.table, keys.changes)
         changed, problems = collect(self._target(target.name, target.key, table))
-        yield from map(place.move, problems)
+        yield from map(keys.move, problems)
         return changed
 
-    def _resolve(self, named: NamedTarget, place: _Place) -> Diagnosed[Target]:
+    def _resolve(self, named: NamedTarget, keys: _TargetKeys) -> Diagnosed[Target]:
         provider, table = named.provider, _with_defaults(named.table)
         unchecked = bool(table.allow_unknown_options)
         profiles: tuple[Profile, ...] = tuple(
@@ -281,7 +283,7 @@ class Resolver:
         files: list[OptionFile] = []
         for field, rendered in (("provider_options", options), ("load_options", loading)):
             for name, value in rendered.items():
-                key = place.of(toml_key(field), name)
+                key = keys.of(toml_key(field), name)
                 option = provider.options.get(name)
                 rendered[name], own = yield from self._finder.option(key, option, value)
                 files += own
@@ -290,14 +292,14 @@ class Resolver:
             contradictions = provider.contradictions(device, {**options, **load_options})
             for name, message in contradictions.items():
                 field = "load-options" if name in table.load_options else "provider-options"
-                yield Problem.at(place.of(field, name), Kind.CONFLICTING_OPTIONS, f"{message}.")
-        calibration = yield from self._calibration(place.of("quantize"), table)
+                yield Problem.at(keys.of(field, name), Kind.CONFLICTING_OPTIONS, f"{message}.")
+        calibration = yield from self._calibration(keys.of("quantize"), table)
         cached = self._environment.from_cache
         assert table.min_coverage is not None, "the table has a value for a missing key"
         target = Target(
             name=named.name,
             key=named.key,
-            changes=place.changed,
+            changes=keys.changed,
             settings=_compile_settings(table, named, options),
             plugin=provider.plugin,
             load_options=load_options,
@@ -330,7 +332,7 @@ class Resolver:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TargetKeys:
     """Where the keys of a target are written: at ``target``, and the ``changes`` of a model at ``model``."""
 
     target: Key

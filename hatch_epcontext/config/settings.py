@@ -108,7 +108,7 @@ class CompileSettings:
 
 @dataclass(frozen=True)
 class Target:
-    """A named place that a model is compiled for, with the model's changes and all defaults.
+    """What a model is compiled for, by name, with the model's changes and all defaults.
 
     ``plugin``: the EP's library. ``key`` is its place in the configuration, and ``changes`` has those of
     the keys that the model changes. ``profiles`` are also in ``settings.provider_options``, in the EP's
@@ -191,7 +191,7 @@ class Model:
     ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of the dummy
     inputs. ``shape_set``: all shapes of the same model, None for a model with one. ``license``: its SPDX
     license expression. ``validate.inputs`` is one of `SYNTHETIC`, or an absolute path. ``download``: where
-    a model comes from that is not in the project; ``path`` is then its place in the user's cache. ``genai``:
+    a model comes from that is not in the project; ``path`` is then in the user's cache. ``genai``:
     for a language model in a folder of onnxruntime-genai.
     ``companion``: the distribution of the companion wheel with the source. ``companion_modules``: if there
     are companions, the import package of the one that each of its targets is in, in order and with the

@@ -1,4 +1,4 @@
-"""The tables of ``[tool.epcontext]`` as users write them: the one place that declares the keys."""
+"""The tables of ``[tool.epcontext]`` as users write them: what declares the keys."""
 
 from __future__ import annotations
 
@@ -599,7 +599,7 @@ class RootTable:
 
 
 Faults = Iterator[tuple[tuple[str | int, ...], str, Any]]
-"""For each invalid value its place, a description of valid ones, and the value; None for a missing one."""
+"""For each invalid value its keys, a description of valid ones, and the value; None for a missing one."""
 
 
 def faults_of_key(key: dataclasses.Field[Any], value: Any) -> Faults:
@@ -609,16 +609,16 @@ def faults_of_key(key: dataclasses.Field[Any], value: Any) -> Faults:
     if value is not None and check is not None and (allowed := check(value)):
         yield (), allowed, value
     if items is not None:
-        for place, item in _items(value, ()):
+        for keys, item in _items(value, ()):
             if allowed := items(item):
-                yield place, allowed, item
+                yield keys, allowed, item
 
 
-def _items(value: Any, place: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+def _items(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Each text and number in lists and tables."""
     if isinstance(value, Mapping | tuple):
         inside = value.items() if isinstance(value, Mapping) else enumerate(value)
         for name, item in inside:
-            yield from _items(item, (*place, name))
+            yield from _items(item, (*keys, name))
     elif value is not None:
-        yield place, value
+        yield keys, value

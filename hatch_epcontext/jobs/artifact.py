@@ -25,7 +25,7 @@ GENERATOR = "hatch-epcontext"
 
 
 PACKAGE = "package"
-"""The folder below staging that becomes the model package: cached artifacts go straight to their place."""
+"""The folder below staging that becomes the model package: cached artifacts go straight to it."""
 
 
 @dataclass(frozen=True)

@@ -284,8 +284,8 @@ def run_task(text: str, paths: Sequence[str]) -> str:
     with temp_dir() as folder:
         root = (folder / "files").as_posix()
         for path in paths:
-            place = f"{root}/{path.lstrip('/')}".replace("\\", "/")
-            text = text.replace(json.dumps(path), json.dumps(place))
+            local = f"{root}/{path.lstrip('/')}".replace("\\", "/")
+            text = text.replace(json.dumps(path), json.dumps(local))
         task = from_json(text, Task)
         try:
             outcome = _run_job(task, worker, folder)

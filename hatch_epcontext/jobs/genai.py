@@ -104,7 +104,7 @@ def compare_answers(
 ) -> tuple[Answer, ...]:
     """What onnxruntime-genai answers with ``built``; none if that is not due, or cannot be run here.
 
-    ``run_alone`` gives what is run in place of ``built``. Raises BuildError if it answers otherwise than on
+    ``run_alone`` gives what is run instead of ``built``. Raises BuildError if it answers otherwise than on
     the CPU.
     """
     job = built.job

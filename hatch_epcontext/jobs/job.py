@@ -87,7 +87,7 @@ def store_result(build: Build, job: Job, built: Built) -> None:
 
 class _JobRun:
     """One job of ``build``, with the artifacts that it has compiled or taken from the cache, by recipe, and
-    those of the jobs that are run in its place, see `Job.alone`.
+    those of the jobs that are run instead of it, see `Job.alone`.
     """
 
     def __init__(self, build: Build, job: Job, steps: Steps) -> None:

@@ -1,4 +1,4 @@
-"""Config -> Plan: the jobs, their build requirements, and the place of each result."""
+"""Config -> Plan: the jobs, their build requirements, and where each result goes."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Job:
     @property
     def location(self) -> str:
         """The job in a message: ``"digits -> x-elite"``."""
-        return " -> ".join(self._place)
+        return " -> ".join(self._names)
 
     @property
-    def _place(self) -> tuple[str, str]:
+    def _names(self) -> tuple[str, str]:
         """What the job compiles, and for which target and chip."""
         members = f" ({' + '.join(model.name for model in self.models)})" if self.group else ""
         chip = f" ({self.chip})" if self.chip else ""
@@ -69,7 +69,7 @@ class Job:
                 problem,
                 settings=tuple(s for s in problem.settings if s.key.parts[-1] not in decided),
             )
-            for problem in error.located(*self._place).problems
+            for problem in error.located(*self._names).problems
         )
         if not self.is_only:
             own = (self.target.name,)
@@ -251,7 +251,7 @@ def model_settings(model: Model) -> dict[str, Any]:
 
 
 def with_options(target: Target, options: Mapping[str, str]) -> Target:
-    """``target`` with the provider options ``options`` in place of those with the same names."""
+    """``target`` with the provider options ``options`` instead of those with the same names."""
     options = {**target.settings.provider_options, **options}
     settings = dataclasses.replace(target.settings, provider_options=options)
     return dataclasses.replace(target, settings=settings)

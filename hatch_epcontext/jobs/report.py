@@ -135,7 +135,7 @@ def describe_coverage(coverage: Coverage | None) -> str:
 
 
 def describe_validation(validation: Validation, *, with_reason: bool = True) -> str:
-    """The validation in a few words; the report has the numbers. In tables there is no place for a reason."""
+    """The validation in a few words; the report has the numbers. Tables have no room for a reason."""
     reason = f" ({validation.reason})" if validation.reason and with_reason else ""
     if validation.status is ValidationStatus.NOT_VALIDATED:
         return "NOT validated (validate = false)"

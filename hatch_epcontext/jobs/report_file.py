@@ -40,11 +40,11 @@ def check_report(path: Path) -> None:
 
     A link may lead to nothing: its target is written.
     """
-    place = Path(os.path.realpath(path))
-    check_folder(place.parent)
-    text = (known_text(place) or "").replace("\r\n", "\n")
+    target = Path(os.path.realpath(path))
+    check_folder(target.parent)
+    text = (known_text(target) or "").replace("\r\n", "\n")
     is_own = _CHECKSUM.search(text) is not None and _with_checksum(text) == text
-    if os.path.lexists(place) and not is_own:
+    if os.path.lexists(target) and not is_own:
         message = "exists already, and is not a report, or was changed."
         hint = "Choose another name, or move it away."
         raise OutputError(Problem(Kind.FILE_EXISTS, str(path), message, hint))

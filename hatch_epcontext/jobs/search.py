@@ -567,7 +567,7 @@ class Search:
         return tuple(dict.fromkeys(notes))
 
     def adding(self, attempt: Attempt) -> Search:
-        """The search with ``attempt``, in place of what is known about its recipe."""
+        """The search with ``attempt``, instead of what is known about its recipe."""
         known = {other.recipe: other for other in self.attempts}
         return replace(self, attempts=tuple({**known, attempt.recipe: attempt}.values()))
 

@@ -69,14 +69,14 @@ def _bundle(
 ) -> Bundle:
     folder.mkdir(exist_ok=True)
     for built in result.built:
-        place = folder / built.job.folder
-        if built.artifact.folder != place:
+        copied = folder / built.job.folder
+        if built.artifact.folder != copied:
             # Chips that were built alone may be there.
-            shutil.rmtree(place, ignore_errors=True)
-            shutil.copytree(built.artifact.folder, place, copy_function=link_or_copy)
+            shutil.rmtree(copied, ignore_errors=True)
+            shutil.copytree(built.artifact.folder, copied, copy_function=link_or_copy)
     files = manifest.artifact_files(result) | _copy_option_files(result, folder)
     folders = manifest.source_folders(result.sources)
-    places: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for source in result.sources:
         model, shipped = source.model, folders[source.model.name]
         if model.is_stage:
@@ -84,10 +84,10 @@ def _bundle(
             continue
         only_here = _is_only_here(model) or (model.genai is not None and result.built)
         if _ships_source(model, result) if installed is None else only_here:
-            places[model.name] = f"{shipped}/{model.path.name}"
+            paths[model.name] = f"{shipped}/{model.path.name}"
             files |= _copy_source(source, folder, shipped)
         elif installed is not None:
-            places[model.name] = Path(os.path.relpath(model.path, installed)).as_posix()
+            paths[model.name] = Path(os.path.relpath(model.path, installed)).as_posix()
     files |= _write_overlays(result, folder)
     for name, path in modules.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -99,7 +99,7 @@ def _bundle(
         ignore.write_text("*\n", encoding="utf-8", newline="\n")
         files[ignore.name] = record_file(ignore)
     layout: manifest.Layout = "portable" if installed is None else "installed"
-    package = manifest.make(result, places, files, layout, companions)
+    package = manifest.make(result, paths, files, layout, companions)
     with_manifest = {**files, manifest.FILE: record_file(manifest.save(package, folder))}
     return Bundle(folder, with_manifest, package)
 
@@ -117,15 +117,15 @@ def _write_overlays(result: Result, folder: Path) -> dict[str, FileRecord]:
     for built in result.built:
         model = built.job.models[0]
         if model.genai:
-            place = f"{model.configured_name}/{built.job.target.name}"
-            by_target.setdefault(place, []).append(built)
-    overlays |= {place: overlay(results, sources) for place, results in by_target.items()}
+            path = f"{model.configured_name}/{built.job.target.name}"
+            by_target.setdefault(path, []).append(built)
+    overlays |= {path: overlay(results, sources) for path, results in by_target.items()}
     files = {}
-    for place, changes in overlays.items():
-        file = folder / place / "overlay.json"
+    for path, changes in overlays.items():
+        file = folder / path / "overlay.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{json.dumps(changes, indent=2)}\n", encoding="utf-8", newline="\n")
-        files[f"{place}/{file.name}"] = record_file(file)
+        files[f"{path}/{file.name}"] = record_file(file)
     return files
 
 

@@ -1,7 +1,7 @@
 """The files of a model's external data, read without onnx.
 
 An sdist is made where nothing of what compiles is installed, and only for these names no front end should
-install it. Only the places in an ONNX file that can hold them are read; what is wrong with the rest is
+install it. Only the fields of an ONNX file that can hold them are read; what is wrong with the rest is
 found in the wheel's build, where `graph/external.py` reads them with onnx.
 """
 

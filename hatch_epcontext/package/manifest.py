@@ -45,7 +45,7 @@ UNSEALED = "0" * 64
 class PackageMetadata:
     """``files`` are the files of the package by path, all but the manifest itself.
 
-    ``manifest_sha256``: of the manifest's text, with `UNSEALED` in its place. ``companions``: for the import
+    ``manifest_sha256``: of the manifest's text, with `UNSEALED` instead of it. ``companions``: for the import
     package of each companion, the requirement that installs it, such as ``"my-app[npu]"``.
     """
 
@@ -361,16 +361,16 @@ def source_folders(sources: Iterable[Source]) -> dict[str, str]:
     shipped once.
     """
     folders: dict[str, str] = {}
-    places: dict[tuple[Path, str], str] = {}
+    known: dict[tuple[Path, str], str] = {}
     for source in sources:
         files = [(source.model.path.parent, name) for name in source.records]
         # onnxruntime-genai opens only files below a folder: the contexts of its target are inside.
         folder = source.model.configured_name
         if source.model.genai is None:
             own = f"{folder}/{SOURCE}"
-            folder = next((places[file] for file in files if file in places), own)
+            folder = next((known[file] for file in files if file in known), own)
         folders[source.model.name] = folder
-        places |= dict.fromkeys(files, folder)
+        known |= dict.fromkeys(files, folder)
     return folders
 
 
@@ -382,7 +382,7 @@ def save(package: ModelPackage, folder: Path) -> Path:
 
 
 def seal(unsealed: str) -> str:
-    """The text of a manifest with its sha256 in the place of the last `UNSEALED`."""
+    """The text of a manifest with its sha256 instead of the last `UNSEALED`."""
     before, _, after = unsealed.rpartition(UNSEALED)
     return f"{before}{hashlib.sha256(unsealed.encode()).hexdigest()}{after}"
 

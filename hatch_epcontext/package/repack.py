@@ -208,7 +208,7 @@ def _version(text: str | None) -> Version | None:
 
 
 def _with_tag(wheel: str, tag: str) -> str:
-    """WHEEL with ``tag``, expanded, in place of its own."""
+    """WHEEL with ``tag``, expanded, instead of its own."""
     lines = [line for line in wheel.splitlines() if line and not line.startswith("Tag:")]
     parts = (part.split(".") for part in tag.split("-"))
     tags = (f"Tag: {'-'.join(names)}" for names in itertools.product(*parts))

@@ -98,7 +98,7 @@ def _by_name(sources: Iterable[Source]) -> dict[str, Source]:
 
 
 def _model(reference: str, source: Source, scope: str) -> _Json:
-    """The source model, with its hash, and its place on the Hugging Face Hub: no other location is named."""
+    """The source model, with its hash, and its path on the Hugging Face Hub: no other location is named."""
     download = source.model.download
     hub = hub_file(download.url) if download else None
     # As in https://github.com/package-url/purl-spec.

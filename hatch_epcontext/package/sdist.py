@@ -146,10 +146,10 @@ def _of_model(model: Model) -> Diagnosed[list[Needed]]:
 
 def _inputs_of(model: Model) -> Iterator[Needed]:
     key = model.key / "quantize" / "inputs"
-    places = [(key, target.calibration) for target in model.targets if target.calibration]
+    inputs = [(key, target.calibration) for target in model.targets if target.calibration]
     if model.validate.inputs not in SYNTHETIC:
-        places.append((model.key / "validate" / "inputs", model.validate.inputs))
-    for key, path in places:
+        inputs.append((model.key / "validate" / "inputs", model.validate.inputs))
+    for key, path in inputs:
         for file in input_files(path) or [Path(path)]:
             # Other files in a folder are not read.
             if file.suffix == ".npz" or not Path(path).is_dir():
@@ -169,8 +169,8 @@ def _texts(target: Target) -> Iterator[tuple[Key, str]]:
 def _recorded(packed: Mapping[str, Path]) -> Iterator[Problem]:
     """What `epcontext record` wrote: git ignores it, and Hatch reads no ``.gitignore`` inside of folders."""
     folders = {PurePosixPath(path).parent: file.parent for path, file in packed.items()}
-    for folder, place in sorted(folders.items()):
-        if known_text(place / ".gitignore") == RECORDED_IGNORE:
+    for folder, real in sorted(folders.items()):
+        if known_text(real / ".gitignore") == RECORDED_IGNORE:
             yield Problem(
                 Kind.RECORDED_SAMPLES,
                 str(folder),

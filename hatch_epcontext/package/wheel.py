@@ -1,4 +1,4 @@
-"""The wheel: what Hatch packs, the package's place in it, its tag, models that are in it twice, what its
+"""The wheel: what Hatch packs, where the package is in it, its tag, models that are in it twice, what its
 metadata must allow; and checks of the finished one, whoever packed it.
 """
 

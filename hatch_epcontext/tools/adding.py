@@ -387,10 +387,10 @@ def left_to_do(project: Project, config: Config) -> list[tuple[str, list[str]]]:
     name, *others = dict.fromkeys(to_toml(model.configured_name) for model in config.models)
     more = f"  # or {', '.join(others)}" if others else ""
     module = ".".join((config.output or _output(project)).parts)
-    place = "[tool.poetry.dependencies]" if project.is_of_poetry else "the dependencies of the app"
+    table = "[tool.poetry.dependencies]" if project.is_of_poetry else "the dependencies of the app"
     return [
         ("In the app:", [f"from {module} import load", f"session = load({name}){more}"]),
-        (f"In {place}:", [*_dependencies(project, config)]),
+        (f"In {table}:", [*_dependencies(project, config)]),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Models -> files or a model package at a user's place, all or none; or bytes from memory to memory."""
+"""Models -> files or a model package at a user's path, all or none; or bytes from memory to memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _destinations(built: Iterable[Built], name: str | None) -> dict[str, Path]:
 
 def _refuse_existing(paths: Iterable[Path]) -> None:
     """Raise OutputError if any of ``paths`` exists."""
-    hint = "Choose another place, or allow overwriting (on the command line: --overwrite)."
+    hint = "Choose another path, or allow overwriting (on the command line: --overwrite)."
     problems = [
         Problem(Kind.FILE_EXISTS, str(path), "exists already.", hint)
         for path in paths
@@ -135,7 +135,7 @@ def _refuse_sources(result: Result, is_replaced: Callable[[Path], bool]) -> None
     """Raise OutputError for the files of source models whose real path ``is_replaced`` by the output."""
     message = "is a file of the source model, which the output would replace."
     problems = [
-        Problem(Kind.FILE_EXISTS, str(file), message, "Choose another place.")
+        Problem(Kind.FILE_EXISTS, str(file), message, "Choose another path.")
         for file in dict.fromkeys(file for source in result.sources for file in source.users_files)
         if is_replaced(file.resolve())
     ]
@@ -163,17 +163,17 @@ def export(
         hint = 'Select other targets, or set fallback = "source".'
         raise OutputError(Problem(Kind.UNKNOWN_TARGET, str(folder), message, hint))
     # A link is kept, and its target replaced.
-    place = folder.resolve()
-    check_folder(place)
+    target = folder.resolve()
+    check_folder(target)
     refuse_others(folder, edited=False)
     if not overwrite and folder.exists() and any(folder.iterdir()):
         _refuse_existing([folder])
     with temp_dir() as staging:
         result = run(plan(config), staging)
-        shipped = modules(import_name_in_tree(place), config.models) if loader else {}
+        shipped = modules(import_name_in_tree(target), config.models) if loader else {}
         package = bundle(result, staging, shipped)
-        _refuse_sources(result, lambda file: file.is_relative_to(place))
-        with writing("the model package", place.parent, str(place), OutputError):
+        _refuse_sources(result, lambda file: file.is_relative_to(target))
+        with writing("the model package", target.parent, str(target), OutputError):
             publish(package, result.sources, folder, edited=False)
     return CompileResult(tuple(folder / name for name in package.files), make_report(result))
 

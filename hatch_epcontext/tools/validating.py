@@ -322,7 +322,7 @@ def _copy(path: Path, model: InspectReply, moved: Path, folder: Path | None) -> 
     names.
     """
     if folder is not None and model.contexts:
-        # What a link names, because its place is another one.
+        # What a link names, because the copy is elsewhere.
         shutil.copytree(
             folder, moved, copy_function=lambda a, b: link_or_copy(Path(a).resolve(), b)
         )
@@ -466,8 +466,8 @@ def _validate_variant(
         reference = _reference(component, result.variant)
         names = {tensor.name for tensor in opened.inputs}
         configured = (tensor for tensor in component.about.inputs if tensor.name in names)
-        place = folder / (reference or variant).variant_directory
-        fed = read_config(place).dummy_shapes if is_genai_folder(place) else {}
+        files = folder / (reference or variant).variant_directory
+        fed = read_config(files).dummy_shapes if is_genai_folder(files) else {}
         to_run = replace(
             model,
             name=result.component,
@@ -541,8 +541,8 @@ def _reasons_not_to_open(target: Target) -> Iterator[str]:
         yield f"it names a library elsewhere: {plugin.path}"
     if target.provider.needs_library and not (plugin and plugin.module):
         yield f"no package contains the library of {ep}"
-    if places := sorted(_PATH_OPTIONS & settings.session_options.keys()):
-        yield f"its session option {places[0]} names files elsewhere"
+    if named := sorted(_PATH_OPTIONS & settings.session_options.keys()):
+        yield f"its session option {named[0]} names files elsewhere"
     provider_options = {**settings.provider_options, **target.load_options}
     for name, value in (*provider_options.items(), *settings.session_options.items()):
         if name in _OUTPUT_OPTIONS or _ELSEWHERE.search(value):

@@ -1,4 +1,4 @@
-"""Folders of onnxruntime-genai in place of a model's file."""
+"""Folders of onnxruntime-genai instead of a model's file."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_a_pointer_of_git_lfs_is_no_file_of_a_folder(
     project: Path, folder: Path, name: str
 ) -> None:
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\n")
-    message = f'has pointers of Git LFS in place of files: "{name}"'
+    message = f'has pointers of Git LFS instead of files: "{name}"'
     assert_one_problem(project, LLAMA + CPU, "models[0].path", message)
 
 

@@ -183,7 +183,7 @@ WRITTEN_OUT = {
         "epcontext compile model.onnx -o rtx_ctx.onnx -p NvTensorRTRTXExecutionProvider"
     ),
 }
-"""What is run in place of an abbreviated command."""
+"""What is run instead of an abbreviated command."""
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ UV = "--installer=uv"
 
 @pytest.fixture(scope="session")
 def wheelhouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel of this checkout, in place of a package index."""
+    """A folder with the wheel of this checkout, instead of a package index."""
     folder = tmp_path_factory.mktemp("wheelhouse")
     build_wheel(folder)
     return folder

@@ -67,7 +67,7 @@ MISSING = "its models are not installed: pip install 'digits-app[{}]'"
 
 
 class Index:
-    """The project, and a folder with its wheels in place of an index."""
+    """The project, and a folder with its wheels instead of an index."""
 
     def __init__(self, folder: Path, env: dict[str, str]) -> None:
         self.env = env

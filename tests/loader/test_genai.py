@@ -1,4 +1,4 @@
-"""`genai_folder`, which an app with a language model calls in place of `load`."""
+"""`genai_folder`, which an app with a language model calls instead of `load`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The statements of a shared cache, signed with Ed25519; only keys need the package cryptography.
 
 A statement is text of three lines: a signature in base64, the kind and key of an entry, and its record, which
-names its files with their hashes. So it is valid in no other place, and vouches for all that a build uses.
+names its files with their hashes. So it is valid nowhere else, and vouches for all that a build uses.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ with wave.open(sound) as file:
 opened, scores, times = {}, {}, {}
 for name, rate in {"16k": 16000, "8k": 8000}.items():
     vad, opened[name] = timed(partial(VAD.load, sample_rate=rate, force_cpu=False))
-    # Every second sample in place of resampling, which is not the same each time.
+    # Every second sample instead of resampling, which is not the same each time.
     found = asyncio.run(events(vad, samples[:: 16000 // rate].tobytes(), rate))
     scores[name] = [e.probability for e in found if e.type == VADEventType.INFERENCE_DONE]
     times[name] = [
