@@ -1,4 +1,4 @@
-"""Replace nodes of a model by others, with unique names, in the form of its opset, up to a limit."""
+"""Replace nodes of a model by others of its opset, with unique names, up to a limit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Builder:
     """Collects the new ``nodes`` of a graph in order, and the ``stored`` tensors of ``model``'s main graph.
 
     New names begin with that of the replaced node, whose floats have ``dtype``. Methods that add nodes return
-    the names of their outputs, in the form of the model's opset. They raise TooManyNodesError when the
+    the names of their outputs; they are of the model's opset. They raise TooManyNodesError when the
     ``size`` of the graph, its nodes with those inside them, exceeds ``limit``, and MissingOperatorError for
     an operator of ONNX that the opset does not have: the node that needs it stays as it is. ``declined``: why
     nodes stayed that have a rule. ``added``: the nodes instead of others, by their outputs.
@@ -283,7 +283,7 @@ class Builder:
 
 
 Outputs = Sequence[str] | Declined | None
-"""The values that replace a node's outputs, or why it stays; None if the rule is not for its form."""
+"""The values that replace a node's outputs, or why it stays; None if the rule is not for it."""
 
 Rule = Callable[[onnx.NodeProto, Scope, Builder], Outputs]
 """Adds nodes to the builder that compute the outputs of a node of the scope.

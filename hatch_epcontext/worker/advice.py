@@ -49,7 +49,7 @@ def _allowed(limits: LimitsTable) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared, in messages: ``what``, a form of ``model``, with the outputs of a ``reference``."""
+    """What is compared, in messages: ``what``, made of ``model``, with the outputs of a ``reference``."""
 
     model: Model
     what: str = "the compiled model"
@@ -121,7 +121,7 @@ def _limits_in(settings: Iterable[Setting]) -> dict[str, dict[str, float]]:
     return next((value["outputs"] for value in values), {})
 
 
-def refuse_form(
+def check_runs(
     session: ort.InferenceSession, reference: Reference, limits: Tolerance, subject: Subject
 ) -> None:
     """Raise RefusedError if ``session`` differs in one of the runs for a target.
@@ -138,7 +138,7 @@ def refuse_form(
 
 
 def refuse(explained: Sequence[Explained]) -> None:
-    """Raise RefusedError if there are outputs that differ, of a form that a worker made."""
+    """Raise RefusedError if there are outputs that differ, of a model that a worker made."""
     if explained:
         raise RefusedError(*problems_of(explained))
 

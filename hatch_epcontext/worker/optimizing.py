@@ -25,7 +25,7 @@ _FUSIONS = ("ConvAddFusion", "ConvBNFusion", "ConvMulFusion")
 """ONNX Runtime's names of the optimizers that fold other nodes into the weights of convolutions."""
 
 _INSERTED = "InsertedPrecisionFreeCast_"
-"""The prefix of the float32 form of a float16 value. ONNX Runtime uses it in each graph and optimization, and
+"""The prefix of a float16 value cast to float32. ONNX Runtime uses it in each graph and optimization, and
 refuses its own result if two names are equal."""
 
 

@@ -82,10 +82,10 @@ def reference(
     """Run the source model on the CPU, with its constants fed as inputs.
 
     ``fixed``: the model after its configuration was applied; its inputs are fed. ``path``: the file of
-    another form of the source to run instead. ``folded``: the `typed_graph` of ``fixed`` or of its simplified
-    form, which shows more of the inputs and outputs. ``emulated``: whether a number format is emulated on the
-    samples; if not, a few are enough, unless an output is the same in all of them. Raises ModelError when it
-    cannot be run.
+    another model to run instead. ``folded``: the `typed_graph` of ``fixed``, or of that simplified, which
+    shows more of the inputs and outputs. ``emulated``: whether a number format is emulated on the samples; if
+    not, a few are enough, unless an output is the same in all of them. Raises ModelError when it cannot be
+    run.
     """
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     states = state_pairs(fixed, model.validate.states, model.key / "validate" / "states")
@@ -148,7 +148,7 @@ class _SourceSession:
     def open(
         model: Model, path: Path, states: Mapping[str, str], inner: frozenset[str]
     ) -> _SourceSession:
-        """Open the file ``path``, a form of ``model``."""
+        """Open the file ``path``, made of ``model``."""
         source = onnx.load(path, load_external_data=False)
         return _SourceSession(_open(source, path, inner), source, model, states, inner)
 

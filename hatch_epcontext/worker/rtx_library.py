@@ -59,7 +59,7 @@ _MAX_REST = 2**20
 _OF_THE_EP = (
     "In onnxruntime-genai's model builder choose -e NvTensorRtRtx, and -p fp16, int4 or bf16."
 )
-"""What to do about a language model in another form."""
+"""What to do about a language model of another format."""
 
 _CUDA = "libcuda.so.1"
 _CUDA = "libcuda.so.1"

@@ -151,7 +151,7 @@ def near(path: Path) -> str:
     above, such as the user's, or replace them.
     """
     if sys.platform == "win32":
-        # A path on another drive has no relative form.
+        # A path on another drive has no relative path.
         with contextlib.suppress(ValueError):
             return os.path.relpath(path)
     return str(path)

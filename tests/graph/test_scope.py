@@ -26,7 +26,7 @@ def graph_of(text: str) -> onnx.GraphProto:
         ("value_floats = [0.5, 1.5, 2.5]", np.array([0.5, 1.5, 2.5], np.float32)),
     ],
 )
-def test_every_numeric_form_of_a_constant_is_read(
+def test_every_numeric_attribute_of_a_constant_is_read(
     attribute: str, expected: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 ) -> None:
     scope = Scope(graph_of(f"() => () {{ c = Constant <{attribute}> () }}"))

@@ -125,7 +125,7 @@ def test_the_nodes_that_the_parser_refuses_are_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_language_model_needs_another_form_or_the_driver(
+def test_a_language_model_needs_another_format_or_the_driver(
     tmp_path: Path, heads: int, kind: Kind, message: str, hint: str
 ) -> None:
     if heads and find_library("cuda"):

@@ -12,7 +12,7 @@ KEY = Key(("states",))
 
 LAYER = "y, h1, c1 = LSTM <hidden_size = 4> (x, w, r, , , h0, c0)"
 STATES = "float[1, 1, 4] h0, float[1, 1, 4] c0"
-FORMS = {
+VARIANTS = {
     "own": f"(float[2, 1, 3] x, {STATES}) => (float[1, 1, 4] c1, float[1, 1, 4] h1) {{ {LAYER} }}",
     "stacked": f"""(float[2, 1, 3] x, float[2, 1, 4] state) => (float[2, 1, 4] state_out) {{
         h0, c0 = Split <axis = 0> (state)
@@ -26,9 +26,9 @@ FORMS = {
 }
 
 
-def lstm(form: str = "own") -> onnx.ModelProto:
+def lstm(variant: str = "own") -> onnx.ModelProto:
     """An LSTM whose states are inputs and outputs: each its ``own``, or ``stacked`` in one."""
-    return parsed(FORMS[form], w=(1, 16, 3), r=(1, 16, 4))
+    return parsed(VARIANTS[variant], w=(1, 16, 3), r=(1, 16, 4))
 
 
 def test_the_states_of_a_layer_are_found() -> None:

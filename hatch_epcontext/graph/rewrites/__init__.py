@@ -1,4 +1,4 @@
-"""Exact rewrites of models, for EPs that refuse an operator or a form of it.
+"""Exact rewrites of models, for EPs that refuse an operator, or some nodes of it.
 
 Each replaces nodes by others that compute the same, and is applied only where an EP has refused them.
 """

@@ -32,7 +32,9 @@ def if_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
             )
     ends = list(zip(*([value.name for value in branch.output] for branch in branches), strict=True))
     for names in ends:
-        one, other = (_form(name, branch) for name, branch in zip(names, scopes, strict=True))
+        one, other = (
+            _type_and_shape(name, branch) for name, branch in zip(names, scopes, strict=True)
+        )
         if one is None or one != other:
             return Declined("its branches have results of different types, or of open shapes")
     new_names: list[dict[str, str]] = [{}, {}]
@@ -48,14 +50,16 @@ def if_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     return result
 
 
-def _form(name: str, scope: Scope) -> tuple[int, tuple[int, ...]] | None:
+def _type_and_shape(name: str, scope: Scope) -> tuple[int, tuple[int, ...]] | None:
     elem_type, shape = scope.elem_type(name), scope.shape(name)
     return None if elem_type is None or shape is None else (elem_type, shape)
 
 
 def _is_safe(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether ``node`` has a result of a known shape for any data."""
-    if node.domain or any(_form(name, scope) is None for name in filter(None, node.output)):
+    if node.domain or any(
+        _type_and_shape(name, scope) is None for name in filter(None, node.output)
+    ):
         return False
     if node.op_type in _OF_FLOATS:
         dtypes = [scope.dtype(name) for name in node.input]

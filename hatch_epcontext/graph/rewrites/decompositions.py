@@ -1,4 +1,4 @@
-"""Operators that few EPs have, or have in all forms, as simpler ones."""
+"""Operators that few EPs have, or have in all versions, as simpler ones."""
 
 from __future__ import annotations
 

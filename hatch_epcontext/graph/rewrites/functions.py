@@ -4,8 +4,8 @@ A text is in ONNX's syntax. What a node has decides which lines of it count: the
 line only for nodes with this input, output or attribute. Other conditions are an attribute's value, as in
 ``do_rotary = 1``, the type of an input, as in ``x is float``, its number of dimensions, as in ``mask has 2``,
 or its length, as in ``mask fits input``; ``not``, ``and`` and ``or`` join them. A node that fails a condition
-after ``# needs`` stays as it is, for the reason after a colon. The texts are for the newest form of an
-operator; reductions and others get that of the model's opset.
+after ``# needs`` stays as it is, for the reason after a colon. The texts are for the newest version of
+an operator; reductions and others get that of the model's opset.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ _SECOND: Mapping[str, tuple[int, str]] = {
 
 
 def _lower(node: onnx.NodeProto, constants: Mapping[str, Any], opset: int) -> None:
-    """Give ``node`` the form of ``opset``."""
+    """Make ``node`` one of ``opset``."""
     first, name = _SECOND.get(node.op_type, (0, ""))
     if opset < first and len(node.input) > 1 and node.input[1] in constants:
         values = [int(value) for value in np.ravel(constants[node.input[1]])]

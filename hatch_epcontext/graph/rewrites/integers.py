@@ -1,4 +1,4 @@
-"""Equivalent forms of nodes with integers that EPs compute wrong: for negative or large values, or for bytes.
+"""What to compute instead of nodes that EPs compute wrong for negative or large integers, or for bytes.
 
 Each is for all values that the graph does not prove to be right: see `values.integers`.
 """

@@ -1,4 +1,4 @@
-"""Equivalent forms of nodes that EPs compute wrong, or inexactly, in float16.
+"""What to compute instead of nodes that EPs compute wrong, or inexactly, in float16.
 
 Those of `number_format.ALWAYS` lose nothing and add hardly any nodes. Those of `number_format.CORRECTIONS`
 add nodes, whose cost on NPUs is not measured: they are for models that, as a run has shown, need them.
@@ -321,7 +321,7 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
 
 
 def applicable(model: onnx.ModelProto) -> tuple[RewriteName, ...]:
-    """Those of `PRECISE` for whose operators ``model`` has nodes: it has no form that others change."""
+    """Those of `PRECISE` for whose operators ``model`` has nodes that they change."""
     if graph.opset(model) < _BROADCASTING:
         return ()
     scope = Scope(model.graph, nested=True)

@@ -15,7 +15,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Numbers, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import looks_like_sound
-from hatch_epcontext.graph.values.linear import INVALID, LinearForm, LinearForms
+from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms
 
 _SMALL = 1000.0
 """Integers of both signs up to this one are small."""
@@ -65,10 +65,10 @@ class Uses:
 
 
 class UsesOfInputs:
-    """Collects the uses of all inputs, node by node, in the order in which ``forms`` follows them."""
+    """Collects the uses of all inputs, node by node, in the order in which ``terms`` follows them."""
 
-    def __init__(self, forms: LinearForms) -> None:
-        self._forms = forms
+    def __init__(self, terms: LinearTerms) -> None:
+        self._terms = terms
         self.of: defaultdict[str, Uses] = defaultdict(Uses)
 
     def add(self, node: onnx.NodeProto) -> None:
@@ -80,50 +80,50 @@ class UsesOfInputs:
 
     def _add(self, node: onnx.NodeProto) -> None:
         if node.op_type in _OF_SIGNALS:
-            for form in self._forms.of(node.input[0]):
-                self.of[form.input].is_signal = True
+            for term in self._terms.of(node.input[0]):
+                self.of[term.input].is_signal = True
         elif node.op_type in _INDEXED and node.domain in graph.STANDARD:
-            for form in self._own(node.input[1]):
-                sizes = self._forms.scope.sizes(node.input[0]) or ()
+            for term in self._own(node.input[1]):
+                sizes = self._terms.scope.sizes(node.input[0]) or ()
                 axis = 0 if node.op_type.endswith("ND") else int(graph.attribute(node, "axis", 0))
-                if (form.scale, form.offset) == (1, 0) and sizes and (size := sizes[axis]):
-                    self.of[form.input].indexed = size
+                if (term.scale, term.offset) == (1, 0) and sizes and (size := sizes[axis]):
+                    self.of[term.input].indexed = size
         elif node.op_type == "Cast" and graph.attribute(node, "to", 0) in _FLOATS:
-            for form in self._own(node.input[0]):
-                self.of[form.input].floats = form.scale, form.offset
+            for term in self._own(node.input[0]):
+                self.of[term.input].floats = term.scale, term.offset
         elif node.op_type in _COMPARES or node.op_type in ("Add", "Sub"):
             self._add_centers(node)
         elif node.op_type == "BatchNormalization":
-            mean, variance = (self._forms.scope.constant(name) for name in node.input[3:5])
+            mean, variance = (self._terms.scope.constant(name) for name in node.input[3:5])
             if mean is not None and variance is not None:
-                rank = len(self._forms.scope.sizes(node.input[0]) or ())
+                rank = len(self._terms.scope.sizes(node.input[0]) or ())
                 shape = (-1, *[1] * max(rank - 2, 0))
                 deviation = np.sqrt(variance.astype(np.float64))
                 self._add_center(node.input[0], mean.reshape(shape), deviation.reshape(shape))
 
-    def _own(self, name: str) -> Iterator[LinearForm]:
-        """The forms of a value that are numbers of one input alone."""
+    def _own(self, name: str) -> Iterator[LinearTerm]:
+        """The terms of a value that are numbers of one input alone."""
         return (
-            form for form in self._forms.of(name) if not (form.truth or form.masked or form.several)
+            term for term in self._terms.of(name) if not (term.truth or term.masked or term.several)
         )
 
     def _add_centers(self, node: onnx.NodeProto) -> None:
         for operand, other in ((0, 1), (1, 0)):
-            value = self._forms.scope.constant(node.input[other])
+            value = self._terms.scope.constant(node.input[other])
             if value is not None and 0 < value.size <= _MAX_CENTERS and value.dtype.kind in "iuf":
                 center = -value.astype(np.float64) if node.op_type == "Add" else value
                 self._add_center(node.input[operand], center, self._deviation(node))
 
     def _add_center(self, name: str, center: Numbers, deviation: Numbers | None) -> None:
-        for form in self._own(name):
-            values = (np.asarray(center, np.float64) - form.offset) / form.scale
-            spread = None if deviation is None else np.abs(deviation / form.scale)
+        for term in self._own(name):
+            values = (np.asarray(center, np.float64) - term.offset) / term.scale
+            spread = None if deviation is None else np.abs(deviation / term.scale)
             if np.isfinite(values).all() and (spread is None or np.isfinite(spread).all()):
-                self.of[form.input].centers.append((values, spread))
+                self.of[term.input].centers.append((values, spread))
 
     def _deviation(self, node: onnx.NodeProto) -> Numbers | None:
         """By what the result of ``node`` is divided at once; None if it is not."""
-        scope = self._forms.scope
+        scope = self._terms.scope
         readers = [scope.nodes[index] for index in scope.readers.get(node.output[0], ())]
         if len(readers) != 1 or readers[0].op_type not in ("Div", "Mul"):
             return None

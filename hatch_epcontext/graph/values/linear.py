@@ -1,4 +1,4 @@
-"""Values of a graph as linear forms of its inputs, where they are linear."""
+"""Values of a graph as linear terms of its inputs, where they are linear."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import onnx
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.scope import Scope
 
-_MAX_FORMS = 8
+_MAX_TERMS = 8
 """The most paths to one value that are followed."""
 
 INVALID = (ValueError, TypeError, IndexError, KeyError, ArithmeticError)
@@ -20,7 +20,7 @@ INVALID = (ValueError, TypeError, IndexError, KeyError, ArithmeticError)
 
 
 @dataclass(frozen=True)
-class LinearForm:
+class LinearTerm:
     """A value that is ``scale`` times the input called ``input``, plus ``offset``.
 
     ``whole``: it was rounded on the path. ``truth``: whether it became a boolean, by ``"itself"`` or because
@@ -35,15 +35,15 @@ class LinearForm:
     masked: bool = False
     several: bool = False
 
-    def plus(self, number: float) -> LinearForm:
+    def plus(self, number: float) -> LinearTerm:
         return replace(self, offset=self.offset + number)
 
-    def times(self, factor: float) -> LinearForm:
+    def times(self, factor: float) -> LinearTerm:
         """The product with ``factor``, which is not 0."""
         return replace(self, scale=self.scale * factor, offset=self.offset * factor)
 
     def input_of(self, value: float) -> float:
-        """The value of the input for which the form is ``value``."""
+        """The value of the input for which the term is ``value``."""
         return (value - self.offset) / self.scale
 
     @property
@@ -52,29 +52,29 @@ class LinearForm:
         return 0 < abs(self.scale) < math.inf and math.isfinite(self.offset)
 
 
-class LinearForms:
-    """The linear forms of the values of ``main``, from the ``forms`` of its inputs by their names.
+class LinearTerms:
+    """The linear terms of the values of ``main``, from the ``terms`` of its inputs by their names.
 
     ``scope``: the shapes and constants of its values.
     """
 
-    def __init__(self, main: onnx.GraphProto, forms: Mapping[str, LinearForm]) -> None:
+    def __init__(self, main: onnx.GraphProto, terms: Mapping[str, LinearTerm]) -> None:
         self.scope = Scope(main, nested=True)
-        self._forms: dict[str, tuple[LinearForm, ...]] = {
-            name: (form,) for name, form in forms.items()
+        self._terms: dict[str, tuple[LinearTerm, ...]] = {
+            name: (term,) for name, term in terms.items()
         }
 
-    def of(self, name: str) -> tuple[LinearForm, ...]:
-        """The forms of the value ``name``, none if it is not linear."""
-        return self._forms.get(name, ())
+    def of(self, name: str) -> tuple[LinearTerm, ...]:
+        """The terms of the value ``name``, none if it is not linear."""
+        return self._terms.get(name, ())
 
     def follow(self, body: graph.Body | None = None) -> Iterator[onnx.NodeProto]:
-        """Add the forms of all values in ``body``, by default the main graph, and the graphs inside it.
+        """Add the terms of all values in ``body``, by default the main graph, and the graphs inside it.
 
-        Yields each node that reads a value with forms, when the forms of its operands are complete.
+        Yields each node that reads a value with terms, when the terms of its operands are complete.
         """
         for node in (self.scope.body if body is None else body).node:
-            is_followed = any(name in self._forms for name in node.input)
+            is_followed = any(name in self._terms for name in node.input)
             if is_followed:
                 yield node
             inner_graphs = graph.inner_graphs(node)
@@ -89,10 +89,10 @@ class LinearForms:
                 self._add_results(node)
 
     def _pass(self, names: Sequence[str], others: Sequence[str]) -> None:
-        """Give the values called ``others`` the forms of those called ``names``."""
+        """Give the values called ``others`` the terms of those called ``names``."""
         for name, other in zip(names, others, strict=False):
-            if name in self._forms:
-                self._forms[other] = self._forms[name]
+            if name in self._terms:
+                self._terms[other] = self._terms[name]
 
     def _add_results(self, node: onnx.NodeProto) -> None:
         if (rule := _RULES.get(node.op_type)) is None:
@@ -100,76 +100,76 @@ class LinearForms:
         try:
             operands = [self.of(name) for name in node.input]
             results = rule(node, operands, self.scope)
-            forms = tuple(dict.fromkeys(form for form in results if form.is_finite))
+            terms = tuple(dict.fromkeys(term for term in results if term.is_finite))
         except INVALID:
             return
-        if forms:
+        if terms:
             outputs = node.output if node.op_type == "Split" else node.output[:1]
-            self._forms.update(dict.fromkeys(outputs, forms[:_MAX_FORMS]))
+            self._terms.update(dict.fromkeys(outputs, terms[:_MAX_TERMS]))
 
 
-_Operands = Sequence[Sequence[LinearForm]]
-"""The forms of each operand of a node."""
+_Operands = Sequence[Sequence[LinearTerm]]
+"""The terms of each operand of a node."""
 
-_Rule = Callable[[onnx.NodeProto, _Operands, Scope], Iterable[LinearForm]]
-
-
-def _any(operands: _Operands) -> Iterable[LinearForm]:
-    """The forms of all operands: the result has values of each."""
-    return (form for forms in operands for form in forms)
+_Rule = Callable[[onnx.NodeProto, _Operands, Scope], Iterable[LinearTerm]]
 
 
-def _cast(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
+def _any(operands: _Operands) -> Iterable[LinearTerm]:
+    """The terms of all operands: the result has values of each."""
+    return (term for terms in operands for term in terms)
+
+
+def _cast(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearTerm]:
     to = graph.attribute(node, "to", 0)
-    for form in operands[0]:
+    for term in operands[0]:
         if to == onnx.TensorProto.BOOL:
-            yield replace(form, truth=form.truth or "itself")
+            yield replace(term, truth=term.truth or "itself")
         else:
-            yield replace(form, whole=form.whole or to in _WHOLE)
+            yield replace(term, whole=term.whole or to in _WHOLE)
 
 
-def _equal(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
-    """Booleans: the forms of all operands, if the others are 0, 1 or booleans too."""
+def _equal(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearTerm]:
+    """Booleans: the terms of all operands, if the others are 0, 1 or booleans too."""
     for name in node.input:
         value = scope.constant(name)
         if value is not None and (value.size != 1 or value.item() not in (0, 1)):
             return
-    for form in _any(operands):
-        yield replace(form, truth=form.truth or "itself")
+    for term in _any(operands):
+        yield replace(term, truth=term.truth or "itself")
 
 
-def _added(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
+def _added(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearTerm]:
     sign = -1.0 if node.op_type == "Sub" else 1.0
     first, second = (ends(name, scope) for name in node.input[:2])
-    left, right = operands[0], [form.times(sign) for form in operands[1]]
+    left, right = operands[0], [term.times(sign) for term in operands[1]]
     if second:
-        yield from (form.plus(sign * number) for form in left for number in second)
+        yield from (term.plus(sign * number) for term in left for number in second)
     elif first:
-        yield from (form.plus(number) for form in right for number in first)
+        yield from (term.plus(number) for term in right for number in first)
     elif left and right:
         # Masked summands take turns. Of others the sum is within limits if twice each of them is.
-        masked = all(form.masked for form in (*left, *right))
-        forms = (form if masked else form.times(2) for form in (*left, *right))
-        yield from (replace(form, several=True) for form in forms)
+        masked = all(term.masked for term in (*left, *right))
+        terms = (term if masked else term.times(2) for term in (*left, *right))
+        yield from (replace(term, several=True) for term in terms)
 
 
-def _multiplied(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
+def _multiplied(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearTerm]:
     for one, other in ((0, 1), (1, 0)):
         yield from _scaled(operands[one], ends(node.input[other], scope))
-        if any(form.truth for form in operands[other]):
-            yield from (replace(form, masked=True) for form in operands[one])
+        if any(term.truth for term in operands[other]):
+            yield from (replace(term, masked=True) for term in operands[one])
 
 
-def _divided(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearForm]:
+def _divided(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearTerm]:
     divisors = ends(node.input[1], scope)
     if 0 not in divisors:
         yield from _scaled(operands[0], [1 / number for number in divisors])
 
 
-def _scaled(forms: Iterable[LinearForm], factors: Sequence[float]) -> Iterator[LinearForm]:
+def _scaled(terms: Iterable[LinearTerm], factors: Sequence[float]) -> Iterator[LinearTerm]:
     """The products with the smallest and the largest of ``factors``, if these have the same sign."""
     if factors and min(factors) * max(factors) > 0:
-        yield from (form.times(factor) for form in forms for factor in factors)
+        yield from (term.times(factor) for term in terms for factor in factors)
 
 
 _KEEPING = operators.MOVES | operators.PADS | operators.EXTREMES | operators.MEANS
@@ -180,7 +180,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(_KEEPING, lambda node, operands, scope: operands[0]),
     **dict.fromkeys(
         ("Floor", "Ceil", "Round"),
-        lambda node, operands, scope: (replace(form, whole=True) for form in operands[0]),
+        lambda node, operands, scope: (replace(term, whole=True) for term in operands[0]),
     ),
     **dict.fromkeys(
         ("ScatterElements", "ScatterND", "Scatter"),
@@ -190,7 +190,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("Equal", "Not", "And", "Or"), _equal),
     **dict.fromkeys(
         ("Less", "LessOrEqual", "Greater", "GreaterOrEqual"),
-        lambda node, operands, scope: (replace(form, truth="compared") for form in _any(operands)),
+        lambda node, operands, scope: (replace(term, truth="compared") for term in _any(operands)),
     ),
     **dict.fromkeys(("Add", "Sub"), _added),
     **dict.fromkeys(("Clip", "Concat", "Max", "Min"), lambda node, operands, scope: _any(operands)),
@@ -198,8 +198,8 @@ _RULES: Mapping[str, _Rule] = {
     "Where": lambda node, operands, scope: (*operands[1], *operands[2]),
     "Mul": _multiplied,
     "Div": _divided,
-    "Neg": lambda node, operands, scope: (form.times(-1) for form in operands[0]),
-    "Range": lambda node, operands, scope: (form.plus(-1) for form in operands[1]),
+    "Neg": lambda node, operands, scope: (term.times(-1) for term in operands[0]),
+    "Range": lambda node, operands, scope: (term.plus(-1) for term in operands[1]),
 }
 
 _WHOLE = frozenset(

@@ -25,7 +25,7 @@ from hatch_epcontext.graph.values.conventions import (
     looks_like_image,
 )
 from hatch_epcontext.graph.values.far import UsesOfInputs, dtype_bounds, with_far
-from hatch_epcontext.graph.values.linear import LinearForm, LinearForms
+from hatch_epcontext.graph.values.linear import LinearTerm, LinearTerms
 
 _MAX_OF_BYTES = 255.0
 """The largest value of an integer that nothing bounds."""
@@ -64,41 +64,41 @@ def _bounds(
     main: onnx.GraphProto, tensors: Sequence[TensorFacts]
 ) -> tuple[Mapping[str, list[Bound]], UsesOfInputs]:
     """The bounds that each of the inputs ``tensors`` reaches, of the input's own values, and their uses."""
-    forms = LinearForms(
+    terms = LinearTerms(
         main,
         {
-            facts.name: LinearForm(facts.name, truth="itself" if facts.dtype == "bool" else "")
+            facts.name: LinearTerm(facts.name, truth="itself" if facts.dtype == "bool" else "")
             for facts in tensors
         },
     )
     reached: defaultdict[str, list[Bound]] = defaultdict(list)
-    uses = UsesOfInputs(forms)
-    for node in forms.follow():
+    uses = UsesOfInputs(terms)
+    for node in terms.follow():
         uses.add(node)
-        for bound in bounds(node, forms.scope):
-            for form in forms.of(node.input[bound.operand]):
-                if _concerns(bound, form):
-                    reached[form.input].append(_of_input(bound, form))
+        for bound in bounds(node, terms.scope):
+            for term in terms.of(node.input[bound.operand]):
+                if _concerns(bound, term):
+                    reached[term.input].append(_of_input(bound, term))
         if node.op_type in ("Conv", "ConvInteger", "QLinearConv", "FusedConv"):
-            for form in forms.of(node.input[0]):
-                of_bytes = 0 < form.scale < _SCALED or form.offset < _CENTERED
+            for term in terms.of(node.input[0]):
+                of_bytes = 0 < term.scale < _SCALED or term.offset < _CENTERED
                 high = _MAX_OF_BYTES if of_bytes else 1.0
-                reached[form.input].append(Bound(0, 0.0, high, "image"))
+                reached[term.input].append(Bound(0, 0.0, high, "image"))
     return reached, uses
 
 
-def _concerns(bound: Bound, form: LinearForm) -> bool:
-    """Whether a value with this ``form`` is what ``bound`` is about: booleans are masks, and no numbers."""
+def _concerns(bound: Bound, term: LinearTerm) -> bool:
+    """Whether a value with this ``term`` is what ``bound`` is about: booleans are masks, and no numbers."""
     if bound.kind == "mask":
-        return form.truth == "itself"
-    return not form.truth or bound.kind in ("length", "clip")
+        return term.truth == "itself"
+    return not term.truth or bound.kind in ("length", "clip")
 
 
-def _of_input(bound: Bound, form: LinearForm) -> Bound:
-    """``bound`` for the input of ``form``."""
-    low, high = sorted(map(form.input_of, (bound.low, bound.high)))
-    usual = None if bound.usual is None else form.input_of(bound.usual)
-    return replace(bound, low=low, high=high, usual=usual, whole=form.whole)
+def _of_input(bound: Bound, term: LinearTerm) -> Bound:
+    """``bound`` for the input of ``term``."""
+    low, high = sorted(map(term.input_of, (bound.low, bound.high)))
+    usual = None if bound.usual is None else term.input_of(bound.usual)
+    return replace(bound, low=low, high=high, usual=usual, whole=term.whole)
 
 
 def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[TensorFacts]) -> Range:

@@ -18,7 +18,7 @@ from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.graph.versions import usual_versions
 from hatch_epcontext.text import count
-from hatch_epcontext.worker.advice import Subject, refuse_form, simplified_tolerance
+from hatch_epcontext.worker.advice import Subject, check_runs, simplified_tolerance
 from hatch_epcontext.worker.comparison.compare import compare_runs
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
@@ -154,7 +154,7 @@ def _compare(
     if compare_runs(session, expected, tolerance).difference is not None:
         if done is None:
             tolerance = within_noise(tolerance, with_jitter(form, expected).facts)
-        refuse_form(session, expected, tolerance, subject)
+        check_runs(session, expected, tolerance, subject)
 
 
 def _reference(

@@ -1,1 +1,1 @@
-"""The source model on the CPU, and how near the outputs of other forms are to it."""
+"""The source model on the CPU, and how near the outputs of what was made of it are."""

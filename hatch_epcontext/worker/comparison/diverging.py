@@ -206,9 +206,9 @@ class Divergence:
         return f"{name} has an error of {min(100 * inner.behind(node), 100):.2g} %"
 
 
-def _open(form: onnx.ModelProto) -> ort.InferenceSession | None:
+def _open(model: onnx.ModelProto) -> ort.InferenceSession | None:
     try:
-        return open_unoptimized(form.SerializeToString())
+        return open_unoptimized(model.SerializeToString())
     except Exception:
         # Some models cannot run with other outputs; then no node is named.
         return None

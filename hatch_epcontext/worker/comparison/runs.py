@@ -92,7 +92,7 @@ class Reference:
     def compare(
         self, run: ReferenceRun, frame: int, outputs: Arrays, limits: Tolerance
     ) -> list[Agreement]:
-        """Compare the ``outputs`` of a form of the model with those of a frame of ``run``.
+        """Compare the ``outputs`` of what was made of the model with those of a frame of ``run``.
 
         Without values that would be compared, only those with NaN or Inf, if there are any.
         """

@@ -10,16 +10,16 @@ from tests.graph.rewrites.equal import operators, reasons, rewritten
 from tests.models import parsed
 
 
-def choosing(then: str, other: str, form: str = "int64[0] form = {}") -> onnx.ModelProto:
+def choosing(then: str, other: str, shape: str = "int64[0] shape = {}") -> onnx.ModelProto:
     """``t`` of the nodes ``then`` if the sum of ``x`` is positive, and otherwise ``e`` of ``other``.
 
-    ``form``: the shape of the condition.
+    ``shape``: the shape of the condition.
     """
     return parsed(
-        f"""(float[2, 3] x, int64[2, 3] i) => (float[2, 3] y) <float zero = {{0}}, {form}> {{
+        f"""(float[2, 3] x, int64[2, 3] i) => (float[2, 3] y) <float zero = {{0}}, {shape}> {{
             sum = ReduceSum <keepdims = 0> (x)
             above = Greater (sum, zero)
-            c = Reshape (above, form)
+            c = Reshape (above, shape)
             y = If (c) <
                 then_branch = then_ () => (float[2, 3] t) <float[1, 1] k = {{2}}> {{ {then} }},
                 else_branch = else_ () => (float[2, 3] e) <float[1, 1] k = {{2}}> {{ {other} }}> }}"""
@@ -30,11 +30,11 @@ TWICE, NEGATIVE = "t = Mul (x, k)", "e = Neg (x)"
 
 
 @pytest.mark.parametrize(
-    "form", ["int64[0] form = {}", "int64[1] form = {1}", "int64[2] form = {1, 1}"]
+    "shape", ["int64[0] shape = {}", "int64[1] shape = {1}", "int64[2] shape = {1, 1}"]
 )
-def test_both_branches_are_computed(form: str) -> None:
+def test_both_branches_are_computed(shape: str) -> None:
     # Both have a value of that name.
-    model = choosing("v = Exp (x) t = Sqrt (v)", "v = Mul (x, k) e = Neg (v)", form)
+    model = choosing("v = Exp (x) t = Sqrt (v)", "v = Mul (x, k) e = Neg (v)", shape)
     assert operators(rewritten(model, if_as_where))[3:] == ["Exp", "Sqrt", "Mul", "Neg", "Where"]
 
 

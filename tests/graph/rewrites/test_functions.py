@@ -91,7 +91,7 @@ def normalizations() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "SkipLayerNormalization <epsilon = 0.1> (x, s, g, b)", stored
 
 
-FORMS = [*attention(), *multi_head_attention(), *gates(), *normalizations()]
+VARIANTS = [*attention(), *multi_head_attention(), *gates(), *normalizations()]
 
 
 def compare(model: onnx.ModelProto, atol: float = 1e-4) -> None:
@@ -115,7 +115,7 @@ def compare(model: onnx.ModelProto, atol: float = 1e-4) -> None:
 
 
 @pytest.mark.parametrize("opset", [11, 13, 18, 21])
-@pytest.mark.parametrize(("node", "stored"), FORMS, ids=[node for node, _ in FORMS])
+@pytest.mark.parametrize(("node", "stored"), VARIANTS, ids=[node for node, _ in VARIANTS])
 @newer_runtime
 def test_a_fused_operator_is_what_its_text_says(
     node: str, stored: dict[str, Any], opset: int

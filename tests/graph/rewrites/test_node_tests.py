@@ -61,7 +61,7 @@ def test_rewrites_compute_what_onnx_tests(operator: str, tests: Mapping[str, lis
         try:
             before = session(model).run(None, inputs)
         except (ort_errors.NotImplemented, ort_errors.Fail, ort_errors.InvalidArgument):
-            # ONNX Runtime has no kernel for it, or not for this form.
+            # ONNX Runtime has no kernel for it, or not for this node.
             continue
         types = value_types(model, path)
         names = apply(model, REWRITES, frozenset({operator}), types).names

@@ -21,8 +21,8 @@ from tests.graph.rewrites.test_node_tests import OPERATORS
 # All opsets of all rules take more than ten seconds.
 pytestmark = pytest.mark.slow
 
-Forms = Mapping[int, str]
-"""Graphs in ONNX's notation by the first opset in which their operators have this form; empty without one."""
+Variants = Mapping[int, str]
+"""Graphs in ONNX's notation by the first opset that has these variants of their operators; empty without."""
 
 X = "(float[2, 3, 4] x) => (float[2, 3, 4] y)"
 NORMALIZED = "(float[2, 3, 8] x, float[2, 3, 8] s, float[8] v, float[8] u) => (float[2, 3, 8] y)"
@@ -31,7 +31,7 @@ HEADS = "(float[2, 2, 5, 4] q, float[2, 2, 7, 4] k, float[2, 2, 7, 4] v)"
 NUMBERS = "float two = {2}, float half = {0.5}, float six = {6}"
 
 
-def unary(operator: str, since: int = 7) -> Forms:
+def unary(operator: str, since: int = 7) -> Variants:
     return {since: f"{X} {{ y = {operator} (x) }}"}
 
 
@@ -48,13 +48,13 @@ def reducing(before: str, reduce: str, after: str, keepdims: int = 1) -> dict[in
     }
 
 
-def activated(operator: str, gates: int, names: str) -> Forms:
+def activated(operator: str, gates: int, names: str) -> Variants:
     attributes = f"hidden_size = 5, activations = [{names}]"
     layer = LAYER.format(gates * 5)
     return {7: f"{layer} {{ y = {operator} <{attributes}> (x, w, r) }}"}
 
 
-FORMS: Mapping[str, Forms] = {
+VARIANTS: Mapping[str, Variants] = {
     "If": {
         9: """(float[2, 3] x, float[1] s) => (float[2, 3] y) <float[1] zero = {0}> {
         c = Greater (s, zero)
@@ -124,7 +124,7 @@ FORMS: Mapping[str, Forms] = {
 }
 """By the operator that is replaced."""
 
-UNROLLABLE: Mapping[str, Forms] = {
+UNROLLABLE: Mapping[str, Variants] = {
     "Loop": {
         7: """(float[1, 4] s, float[4, 4] w) => (float[1, 4] y, float[3, 1, 4] rows)
         <int64 n = {3}, bool go = {1}>
@@ -151,7 +151,7 @@ UNROLLABLE: Mapping[str, Forms] = {
 
 WHOLE = "(int64[2, 3] x) => (int64[2, 3] y) <int64 two = {2}>"
 
-CORRECTED: Mapping[str, Forms] = {
+CORRECTED: Mapping[str, Variants] = {
     "square": {7: f"{X} <{NUMBERS}> {{ y = Pow (x, two) }}"},
     "mean": reducing("a = Neg (x)", "ReduceSum", "y = Div (b, six)"),
     "clip-inputs": {7: f"{X} {{ y = Clip <min = -1.0, max = 0.5> (x) }}", 11: ""},
@@ -206,19 +206,21 @@ def parsed(text: str, opset: int) -> onnx.ModelProto:
 
 
 CASES = [
-    pytest.param(kind, name, forms, id=f"{kind}-{name}")
-    for kind, table in (("rewrite", FORMS), ("unroll", UNROLLABLE), ("correction", CORRECTED))
-    for name, forms in table.items()
+    pytest.param(kind, name, variants, id=f"{kind}-{name}")
+    for kind, table in (("rewrite", VARIANTS), ("unroll", UNROLLABLE), ("correction", CORRECTED))
+    for name, variants in table.items()
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "forms"), CASES)
-def test_a_change_computes_the_same_in_every_opset(kind: str, name: str, forms: Forms) -> None:
+@pytest.mark.parametrize(("kind", "name", "variants"), CASES)
+def test_a_change_computes_the_same_in_every_opset(
+    kind: str, name: str, variants: Variants
+) -> None:
     compared = []
     # Those for the accuracy need Max with a number.
-    first = max(min(forms), 8) if kind == "correction" else min(forms)
+    first = max(min(variants), 8) if kind == "correction" else min(variants)
     for opset in range(first, newest() + 1):
-        text = forms[max(since for since in forms if since <= opset)]
+        text = variants[max(since for since in variants if since <= opset)]
         if text and is_run(before := parsed(text, opset)):
             check_equal(before, changed(before, kind, name), 2e-5)
             compared.append(opset)
@@ -227,7 +229,7 @@ def test_a_change_computes_the_same_in_every_opset(kind: str, name: str, forms: 
 
 
 def is_run(model: onnx.ModelProto) -> bool:
-    """Whether ONNX Runtime has kernels for the opset of ``model``: it has none yet for some newer forms."""
+    """Whether ONNX Runtime has kernels for the opset of ``model``: some newer variants have none yet."""
     try:
         session(model)
     except ort_errors.NotImplemented:
@@ -267,7 +269,7 @@ def test_each_change_has_a_case() -> None:
         for operator in rewrite.operators
         if rewrite.fault is None and rewrite.name not in OTHERS
     }
-    assert listed - set(OPERATORS) <= set(FORMS)
+    assert listed - set(OPERATORS) <= set(VARIANTS)
     # A Scan is that of a LinearAttention in ONNX's tests.
     unrolled = {operator for rewrite in UNROLLS for operator in rewrite.operators}
     assert set(UNROLLABLE) == unrolled - {"Scan"}

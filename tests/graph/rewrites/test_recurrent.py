@@ -15,7 +15,7 @@ from tests.models import parsed
 
 FUNCTIONS = {"LSTM": 3, "GRU": 2, "RNN": 1}
 
-FORMS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "without bias": {"inputs": ()},
     "states": {"inputs": ("B", "h")},
@@ -33,15 +33,15 @@ GRU_FORMS: dict[str, dict[str, Any]] = {
     "late without bias": {"linear_before_reset": 1, "inputs": ()},
 }
 CASES = [
-    pytest.param(op, form, id=f"{op}-{name}")
+    pytest.param(op, variant, id=f"{op}-{name}")
     for op, own in (("LSTM", LSTM_FORMS), ("GRU", GRU_FORMS), ("RNN", {}))
-    for name, form in {**FORMS, **own}.items()
+    for name, variant in {**VARIANTS, **own}.items()
 ]
 
 
-@pytest.mark.parametrize(("op", "form"), CASES)
-def test_a_layer_of_both_directions_computes_the_same(op: str, form: dict[str, Any]) -> None:
-    assert_equal(recurrent(op, "bidirectional", **form), "unroll_recurrent")
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_a_layer_of_both_directions_computes_the_same(op: str, variant: dict[str, Any]) -> None:
+    assert_equal(recurrent(op, "bidirectional", **variant), "unroll_recurrent")
 
 
 @pytest.mark.parametrize("op", FUNCTIONS)

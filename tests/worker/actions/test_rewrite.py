@@ -38,7 +38,7 @@ def rewritten(
     path: str = "",
     **more: Any,
 ) -> Prepared:
-    """``source``, or the other form of it at ``path``, prepared and rewritten."""
+    """``source``, or what was made of it at ``path``, prepared and rewritten."""
     spec = Model("a", source, Key(("models", 0)))
     folders = [tmp_path / name for name in ("prepared", "rewritten")]
     for folder in folders:

@@ -30,8 +30,10 @@ RNG = np.random.default_rng(1)
 BOXES = RNG.uniform(0, 640, (1, CANDIDATES, 4)).astype(np.float32)
 LOGITS = (RNG.standard_normal((1, CANDIDATES, CLASSES)) * 2 - 3).astype(np.float32)
 
-Form = Literal["one output", "several outputs", "two stages", "one class", "by number", "by index"]
-FORMS: tuple[Form, ...] = get_args(Form)
+Variant = Literal[
+    "one output", "several outputs", "two stages", "one class", "by number", "by index"
+]
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 
 FIRST_STAGE = """
@@ -69,17 +71,17 @@ JOINED = """
     y = Concat <axis = -1> (chosen, score_column, class_floats)"""
 
 
-def head(form: Form, *, is_sorted: bool = True) -> onnx.ModelProto:
+def head(variant: Variant, *, is_sorted: bool = True) -> onnx.ModelProto:
     """``boxes`` (1 x 400 x 4) and ``logits`` (1 x 400 x 3) -> the 50 rows with the largest scores."""
-    scores, boxes = ("some", "some_boxes") if form == "two stages" else ("all", "boxes")
-    nodes = "all = Sigmoid (logits)" + FIRST_STAGE * (form == "two stages")
-    nodes += ONE_CLASS if form == "one class" else ALL_CLASSES.format(scores)
+    scores, boxes = ("some", "some_boxes") if variant == "two stages" else ("all", "boxes")
+    nodes = "all = Sigmoid (logits)" + FIRST_STAGE * (variant == "two stages")
+    nodes += ONE_CLASS if variant == "one class" else ALL_CLASSES.format(scores)
     gathers = {"by number": BY_NUMBER, "by index": BY_INDEX}
-    nodes += gathers.get(form, BY_ELEMENTS).format(boxes)
+    nodes += gathers.get(variant, BY_ELEMENTS).format(boxes)
     if not is_sorted:
         nodes = nodes.replace("TopK <axis = 1>", "TopK <axis = 1, sorted = 0>")
     outputs = "float[1, 50, 6] y"
-    if form == "several outputs":
+    if variant == "several outputs":
         outputs = "float[1, 50, 4] chosen, float[1, 50] scores, int64[1, 50] classes"
     else:
         nodes += JOINED
@@ -118,10 +120,10 @@ class Head(Compared):
     """A head, whose outputs are changed as tables of 50 x (box, score, class)."""
 
     def __init__(
-        self, folder: Path, form: Form, logits: Array = LOGITS, *, is_sorted: bool = True
+        self, folder: Path, variant: Variant, logits: Array = LOGITS, *, is_sorted: bool = True
     ) -> None:
-        self.form = form
-        super().__init__(folder, head(form, is_sorted=is_sorted), boxes=BOXES, logits=logits)
+        self.variant = variant
+        super().__init__(folder, head(variant, is_sorted=is_sorted), boxes=BOXES, logits=logits)
 
     @property
     def table(self) -> Numbers:
@@ -141,7 +143,7 @@ class Head(Compared):
         return self.is_near(own, limits)
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=VARIANTS)
 def detector(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Head:
     return Head(tmp_path_factory.mktemp("head"), request.param)
 
@@ -169,10 +171,10 @@ def test_rows_with_nearly_the_same_scores_change_order(detector: Head) -> None:
     assert detector.agrees(with_noise(table))
 
 
-def next_row(form: Form) -> list[float]:
+def next_row(variant: Variant) -> list[float]:
     """The first row that a head does not keep."""
     scores = 1 / (1 + np.exp(-LOGITS[0]))
-    if form == "one class":
+    if variant == "one class":
         scores = np.where(scores == scores.max(axis=1, keepdims=True), scores, 0)
     row, number = np.unravel_index(np.argsort(-scores, axis=None)[KEPT], scores.shape)
     return [*BOXES[0, row], scores[row, number], number]
@@ -180,7 +182,7 @@ def next_row(form: Form) -> list[float]:
 
 def test_the_last_row_may_be_another(detector: Head) -> None:
     table = detector.table
-    table[-1] = next_row(detector.form)
+    table[-1] = next_row(detector.variant)
     assert detector.agrees(with_noise(table))
     # It is one of those from which the source selects.
     table[-1, :4] = table[-1, [2, 3, 0, 1]]
@@ -225,17 +227,17 @@ def test_rows_in_any_order_agree_if_the_topk_sorts_none(tmp_path: Path) -> None:
     assert detector.agrees(with_noise(table))
 
 
-@pytest.mark.parametrize("form", ["one output", "one class"])
+@pytest.mark.parametrize("variant", ["one output", "one class"])
 @given(data=strategies.data())
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_tied_rows_change_order_and_others_are_the_same(
-    tmp_path_factory: pytest.TempPathFactory, form: Form, data: strategies.DataObject
+    tmp_path_factory: pytest.TempPathFactory, variant: Variant, data: strategies.DataObject
 ) -> None:
     levels = data.draw(strategies.integers(2, 40), label="levels")
     logits = np.round(LOGITS * levels / 10) * 10 / levels
-    detector = Head(tmp_path_factory.mktemp("tied"), form, logits.astype(np.float32))
+    detector = Head(tmp_path_factory.mktemp("tied"), variant, logits.astype(np.float32))
     table = detector.table
     for score in np.unique(table[:, 4]):
         (tied,) = np.nonzero(table[:, 4] == score)
@@ -246,7 +248,7 @@ def test_tied_rows_change_order_and_others_are_the_same(
     assume(kept.size)
     row = data.draw(strategies.sampled_from(kept.tolist()), label="row")
     # Of one row, other classes may be tied.
-    column = data.draw(strategies.integers(0, 4 if form == "one class" else 5), label="column")
+    column = data.draw(strategies.integers(0, 4 if variant == "one class" else 5), label="column")
     wrong = table.copy()
     wrong[row, column] += [*[700] * 4, -0.2, 1][column]
     assert not detector.agrees(wrong)
