@@ -64,7 +64,7 @@ def rewrites(
 
 class Rewritten(NamedTuple):
     """The names of the rewrites that changed a model, the number of nodes that they replaced, and why others
-    left refused nodes as they are.
+    left nodes as they are.
     """
 
     names: tuple[str, ...] = ()
@@ -75,14 +75,14 @@ class Rewritten(NamedTuple):
 def apply(
     model: onnx.ModelProto,
     to_apply: Iterable[Rewrite],
-    refused: frozenset[str] | None,
+    allowed: frozenset[str] | None,
     types: Types,
     limit: int | None = None,
     kept: Collection[str] = (),
 ) -> Rewritten:
-    """Replace nodes of ``refused`` operators in ``model`` by one of ``to_apply`` after the other.
+    """Replace nodes of ``allowed`` operators in ``model`` by one of ``to_apply`` after the other.
 
-    Without ``refused`` those of all operators. Nodes with names in ``kept`` stay; what a rewrite adds, a
+    Without ``allowed`` those of all operators. Nodes with names in ``kept`` stay; what a rewrite adds, a
     later one may replace. ``types``: the known types of its values. Raises TooManyNodesError if the graph
     would get more than ``limit`` nodes.
     """
@@ -95,8 +95,8 @@ def apply(
             graph.operator(node) for node in graph.nodes(model.graph) if node.name not in kept
         }
         operators = [name for name in present if name in rewrite.operators]
-        if refused is not None:
-            operators = [name for name in operators if name in refused]
+        if allowed is not None:
+            operators = [name for name in operators if name in allowed]
         if not operators:
             continue
         builder = Builder(model, limit)

@@ -320,8 +320,10 @@ class Steps:
 
         change = edit if isinstance(edit, Change) else None
         corrections = () if isinstance(edit, Change) else edit
-        refused = change.refused[index] if change and change.refused is not None else None
-        if refused == () or (corrections and frozenset(corrections).isdisjoint(before.applicable)):
+        uncovered = change.refused[index] if change and change.refused is not None else None
+        if uncovered == () or (
+            corrections and frozenset(corrections).isdisjoint(before.applicable)
+        ):
             kept = before.dropped if corrections else ()
             return replace(before, changed=False, dropped=kept)
         model, folder = job.models[index], self.folder / str(next(self._numbers))
@@ -330,7 +332,7 @@ class Steps:
         request = RewriteRequest(
             model,
             before,
-            refused,
+            uncovered,
             str(folder),
             simplify=recipe.simplifier != "none",
             tolerance=model.tolerance_for(job.target) if is_other else None,

@@ -15,7 +15,7 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph.bodies import keep_weights, remove_readers
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.worker.explaining import explaining, nothing_compiled
-from hatch_epcontext.worker.reasons import refused_nodes
+from hatch_epcontext.worker.reasons import describe_refused
 from hatch_epcontext.worker.session import LEVELS, MIN_EXTERNAL, near, open_session, options
 
 
@@ -33,7 +33,7 @@ def compile_context(
     """
     provider = target.provider
     key = None if model is None else model.key
-    refused = partial(refused_nodes, prepared, target)
+    refused = partial(describe_refused, prepared, target)
     with explaining(provider, lambda: _graph(prepared), key, refused):
         try:
             _compile(prepared, result, target, session_options or {})

@@ -32,20 +32,20 @@ def explaining(
     provider: Provider,
     graph_of: Callable[[], onnx.GraphProto],
     key: Key | None = None,
-    refused: Callable[[], str] = str,
+    describe_refused: Callable[[], str] = str,
 ) -> Iterator[None]:
     """Raise BuildError with an explanation instead of an error of ONNX Runtime or the EP.
 
     An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled, and
-    ``key`` is its model's place in the configuration, if it has one. ``refused`` says which nodes the EP
-    refuses.
+    ``key`` is its model's place in the configuration, if it has one. ``describe_refused`` says which
+    nodes the EP refuses.
     """
     try:
         yield
     except EpcontextError:
         raise
     except Exception as error:
-        explanation = _explanation(str(error), provider, graph_of(), key, refused)
+        explanation = _explanation(str(error), provider, graph_of(), key, describe_refused)
         if explanation is None:
             raise
         raise explanation from error
@@ -56,11 +56,11 @@ def _explanation(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    refused: Callable[[], str],
+    describe_refused: Callable[[], str],
 ) -> BuildError | None:
     """The meaning of an error of ONNX Runtime or the EP; None if it is unknown."""
     if "Unable to compile any nodes" in message:
-        return nothing_compiled(provider, source, key, refused)
+        return nothing_compiled(provider, source, key, describe_refused)
     if "NULL EPContext node" in message:
         message = (
             f"{provider.ep} compiled the model, but returns no EP contexts: it cannot compile ahead "
@@ -78,15 +78,15 @@ def _explanation(
     if library := missing(message):
         message = f"{provider.ep} cannot compile, because {library} is missing."
         return UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, library.advice))
-    return _refused_graph(message, provider, source, key, refused)
+    return _of_refused_graph(message, provider, source, key, describe_refused)
 
 
-def _refused_graph(
+def _of_refused_graph(
     message: str,
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    refused: Callable[[], str],
+    describe_refused: Callable[[], str],
 ) -> LibraryError | None:
     """The error of a graph that ONNX Runtime or the EP's compiler refuses, if a node is known."""
     settings: tuple[Setting, ...] = ()
@@ -96,7 +96,7 @@ def _refused_graph(
             # The node may be in a branch that never runs.
             hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1]
         return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
-    if nodes := refused():
+    if nodes := describe_refused():
         # The nodes that it leaves to the CPU may cause the failure, as by a type that they pass to the rest.
         reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
         words = f"{provider.ep} failed: {reason}. {nodes}"
@@ -105,7 +105,10 @@ def _refused_graph(
 
 
 def nothing_compiled(
-    provider: Provider, source: onnx.GraphProto, key: Key | None, refused: Callable[[], str]
+    provider: Provider,
+    source: onnx.GraphProto,
+    key: Key | None,
+    describe_refused: Callable[[], str],
 ) -> RefusedError:
     message = f"{provider.ep} compiled no node of the model."
     hint = (
@@ -119,7 +122,7 @@ def nothing_compiled(
     elif control := graph.control_flow(source):
         message += f" It has {' and '.join(control)}, which few EPs compile."
         hint, settings = on_conditions(source, key) or ("Remove them from the model.", ())
-    if nodes := refused():
+    if nodes := describe_refused():
         message += f" {nodes}"
         if not settings:
             # If the EP gives reasons for its nodes, the chip is not the cause.

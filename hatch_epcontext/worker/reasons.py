@@ -53,7 +53,7 @@ def with_reasons(
     )
 
 
-def refused_nodes(prepared: Path, target: Target) -> str:
+def describe_refused(prepared: Path, target: Target) -> str:
     """A sentence about the nodes of ``prepared`` that the EP refuses, or that have tensors which it does not
     take, with the reasons; empty if it gives none.
     """

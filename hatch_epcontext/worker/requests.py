@@ -88,7 +88,7 @@ class Prepared:
     with the outputs of the source model on the CPU, if they were compared and fit into one. ``applicable``:
     the rewrites for a number format that may change it. ``changed``: whether the request that made it changed
     the model. ``dropped``: the rewrites that this left out because they were wrong, each with the reason;
-    ``declined``: why others left refused nodes as they are. ``quantized``: the format of its static
+    ``declined``: why others left nodes as they are. ``quantized``: the format of its static
     quantization.
     """
 
@@ -129,11 +129,11 @@ class PrepareRequest(WorkerRequest[Prepared], action="prepare", fills="folder"):
 
 @dataclass(frozen=True)
 class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
-    """Rewrite the model ``before``, which was made of ``model``, where an EP refuses it.
+    """Rewrite the model ``before``, which was made of ``model``, for an EP.
 
-    ``refused``: the names of the nodes that the EP refuses; None for all. Nodes that a rewrite adds count as
-    refused. The result is simplified with ``simplify``, and compared with the source on the CPU if ``before``
-    has a reference. ``folder`` exists and is empty. ``tolerance``: how far it may differ if its numbers were
+    ``uncovered``: the names of the nodes that the EP does not compile; None for all. Nodes that a rewrite
+    adds count as such. The result is simplified with ``simplify``, and compared with the source on the CPU if
+    ``before`` has a reference. ``folder`` exists and is empty. ``tolerance``: how far it may differ if its numbers were
     changed before. With an ``unroll_limit`` loops and layers of known length are unrolled instead, up to that
     many nodes. With ``corrections``, the ids of rewrites for accuracy, only these are applied. ``faults``:
     those that the EP needs in any number format.
@@ -141,7 +141,7 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
 
     model: Model
     before: Prepared
-    refused: tuple[str, ...] | None
+    uncovered: tuple[str, ...] | None
     folder: str
     simplify: bool
     tolerance: Tolerance | None = None

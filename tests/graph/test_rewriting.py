@@ -27,7 +27,7 @@ def test_a_rewrite_has_the_name_of_its_rule_and_declines_with_a_reason() -> None
     assert [node.op_type for node in model.graph.node] == ["Abs", "Abs", "Erf"]
 
 
-def test_only_what_is_refused_is_replaced() -> None:
+def test_only_operators_that_are_allowed_are_replaced() -> None:
     assert apply(parsed(MODEL), [to_erf], frozenset({"Abs"}), {}) == Rewritten((), 0, (POSITIVE,))
 
 

@@ -10,7 +10,7 @@ import pytest
 from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker import reasons
-from hatch_epcontext.worker.reasons import ask, refused_nodes, with_reasons
+from hatch_epcontext.worker.reasons import ask, describe_refused, with_reasons
 from tests.conftest import needs_qnn
 from tests.models import interrupted, network, parsed, save
 from tests.worker.actions.test_compile import X_ELITE, target
@@ -65,7 +65,7 @@ def test_the_ep_is_asked_without_compiling_or_printing(
     path = save(interrupted(), tmp_path / "a.onnx")
     assert ask(path, target("qnn", X_ELITE)) == {"hardmax": "the EP does not have this operator"}
     assert "LogNodeSupport" not in "".join(capfd.readouterr())
-    refused = refused_nodes(path, target("qnn", X_ELITE))
+    refused = describe_refused(path, target("qnn", X_ELITE))
     assert [each.name for each in tmp_path.iterdir()] == ["a.onnx"]
     assert refused == "It refuses Hardmax hardmax (the EP does not have this operator)."
 

@@ -60,7 +60,9 @@ def handle(request: RewriteRequest) -> Prepared:
     A change after which the model cannot be run, or gives other results than the source, is left out.
     """
     unrolls = request.unroll_limit is not None
-    announce(f"{'unrolling' if unrolls else 'rewriting'} what the EP refuses, or computes wrong")
+    announce(
+        f"{'unrolling' if unrolls else 'rewriting'} what the EP does not compile, or computes wrong"
+    )
     work = _RewriteSession.begin(request)
     candidates = work.candidates()
     # All at once, or else one after the other: those that change results are left out.
@@ -92,12 +94,12 @@ def _dropped(name: str, error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _RewriteSession:
-    """``refused``: the operators to rewrite, None for all; ``kept``: the names of their nodes that stay.
+    """``operators``: those to rewrite, None for all; ``kept``: the names of their nodes that stay.
     ``expected``: the source's results, if they are compared. ``types``: of the prepared model's values.
     """
 
     request: RewriteRequest
-    refused: frozenset[str] | None
+    operators: frozenset[str] | None
     kept: frozenset[str]
     expected: Reference | None
     types: Types
@@ -105,16 +107,16 @@ class _RewriteSession:
     @staticmethod
     def begin(request: RewriteRequest) -> _RewriteSession:
         model = onnx.load(request.before.path, load_external_data=False)
-        refused, kept = None, frozenset[str]()
+        operators, kept = None, frozenset[str]()
         if not request.corrections:
             nodes = [*graph.nodes(model.graph)]
-            if request.refused is not None:
-                kept = frozenset(node.name for node in nodes).difference(request.refused)
-            refused = frozenset(graph.operator(node) for node in nodes if node.name not in kept)
+            if request.uncovered is not None:
+                kept = frozenset(node.name for node in nodes).difference(request.uncovered)
+            operators = frozenset(graph.operator(node) for node in nodes if node.name not in kept)
         reference = request.before.reference
         expected = None if reference is None else read_reference(reference)
         types = value_types(model, Path(request.before.path))
-        return _RewriteSession(request, refused, kept, expected, types)
+        return _RewriteSession(request, operators, kept, expected, types)
 
     def candidates(self) -> tuple[Rewrite, ...]:
         """The rewrites that may change the model."""
@@ -134,7 +136,7 @@ class _RewriteSession:
         for _ in range(_MAX_ROUNDS if limit is not None and self.request.simplify else 1):
             model = onnx.load(path, load_external_data=False)
             new, number, declined = apply(
-                model, rewrites, self.refused, self.types, limit, self.kept
+                model, rewrites, self.operators, self.types, limit, self.kept
             )
             if not new:
                 break
@@ -163,14 +165,14 @@ class _RewriteSession:
         )
 
     def too_many(self, rewrite: Rewrite, error: TooManyNodesError) -> Iterator[Declined]:
-        """The refused nodes that ``rewrite`` leaves as they are because of a limit."""
+        """The nodes that ``rewrite`` leaves as they are because of a limit."""
         model = onnx.load(self.request.before.path, load_external_data=False)
-        operators = rewrite.operators & (self.refused or rewrite.operators)
+        operators = rewrite.operators & (self.operators or rewrite.operators)
         nodes = [node for node in graph.nodes(model.graph) if node.name not in self.kept]
         own = [(graph.operator(node), node.name) for node in nodes]
         number, reason = 0, f"{error} (unroll-limit)"
         with contextlib.suppress(TooManyNodesError):
-            apply(model, [rewrite], self.refused, self.types, _MOST_NODES, self.kept)
+            apply(model, [rewrite], self.operators, self.types, _MOST_NODES, self.kept)
             number = len(graph.compute_nodes(model.graph))
             reason = f"the graph would get {number:,} nodes, more than unroll-limit"
         for operator, name in own:

@@ -62,12 +62,12 @@ def check_equal(
 def rewritten(
     model: onnx.ModelProto,
     *rewrites: Rewrite,
-    refused: Sequence[str] | None = None,
+    allowed: Sequence[str] | None = None,
     tolerance: float = 1e-5,
 ) -> onnx.ModelProto:
     """``model`` after the ``rewrites``, which have all done something, and have changed no results."""
     after = onnx.ModelProto.FromString(model.SerializeToString())
-    operators_ = frozenset(operators(model) if refused is None else refused)
+    operators_ = frozenset(operators(model) if allowed is None else allowed)
     done = apply(after, rewrites, operators_, value_types(model, Path("unsaved.onnx")))
     assert done.names == tuple(rewrite.name for rewrite in rewrites)
     onnx.checker.check_model(after)

@@ -36,8 +36,8 @@ def test_what_has_six_dimensions_has_few_between_reshapes(operator: str) -> None
         float[3, 1] row = {{1, 2, 3}}>
         {{ {SPLIT} {node} y = Reshape (b, flat) }}"""
     )
-    refused = [*{"Reshape", operator}]
-    after = rewritten(model, BY_NAME[name], BY_NAME["join_reshapes"], refused=refused)
+    allowed = [*{"Reshape", operator}]
+    after = rewritten(model, BY_NAME[name], BY_NAME["join_reshapes"], allowed=allowed)
     values = inferred(after).value_info
     assert max(len(sizes(value.type) or ()) for value in values if value.name not in ("a", "b")) < 6
     assert operator in operators(after)

@@ -33,7 +33,7 @@ from tests.worker.actions.test_compile import X_ELITE, run_compile, target
 def rewritten(
     source: Path,
     tmp_path: Path,
-    refused: tuple[str, ...] | None,
+    uncovered: tuple[str, ...] | None,
     compare: bool = True,
     path: str = "",
     **more: Any,
@@ -45,7 +45,7 @@ def rewritten(
         folder.mkdir(parents=True)
     reply = prepare.handle(PrepareRequest(spec, "onnxruntime", str(folders[0]), compare))
     before = dataclasses.replace(reply, path=path or reply.path)
-    request = RewriteRequest(spec, before, refused, str(folders[1]), True, **more)
+    request = RewriteRequest(spec, before, uncovered, str(folders[1]), True, **more)
     return rewrite.handle(request)
 
 
@@ -87,17 +87,17 @@ def softplus_and_comparison() -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize(
-    ("refused", "expected"),
+    ("uncovered", "expected"),
     [
         (("soft",), ["Log", "GreaterOrEqual"]),
         (("compare",), ["Softplus", "Or"]),
         (None, ["Log", "Or"]),
     ],
 )
-def test_what_is_refused_is_rewritten(
-    tmp_path: Path, refused: tuple[str, ...] | None, expected: list[str]
+def test_what_is_not_covered_is_rewritten(
+    tmp_path: Path, uncovered: tuple[str, ...] | None, expected: list[str]
 ) -> None:
-    reply = rewritten(save(softplus_and_comparison(), tmp_path / "a.onnx"), tmp_path, refused)
+    reply = rewritten(save(softplus_and_comparison(), tmp_path / "a.onnx"), tmp_path, uncovered)
     assert reply.changed
     after = operators(onnx.load(reply.path))
     kinds = ("Softplus", "Log", "GreaterOrEqual", "Or")
@@ -158,7 +158,7 @@ def test_a_rewrite_that_changes_results_is_dropped(
 
 
 @needs_qnn
-def test_qnn_compiles_what_it_refused(tmp_path: Path) -> None:
+def test_qnn_compiles_what_it_left(tmp_path: Path) -> None:
     model = parsed(
         """(int16[2, 8] x) => (float[2, 96] y) <float one = {1}> {
             f = Cast <to = 1> (x)

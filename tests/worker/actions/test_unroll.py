@@ -38,7 +38,7 @@ FOLLOWING = """
 def unroll(
     path: Path,
     folder: Path,
-    refused: tuple[str, ...] | None = None,
+    uncovered: tuple[str, ...] | None = None,
     limit: int = 100,
     *,
     compare: bool = True,
@@ -49,7 +49,7 @@ def unroll(
     written = write_reference(reference(spec, onnx.load(path)), file) if compare else None
     before = Prepared(Preparation("none", 1, 1), str(path), reference=written)
     out = str(folder)
-    request = RewriteRequest(spec, before, refused, out, True, unroll_limit=limit)
+    request = RewriteRequest(spec, before, uncovered, out, True, unroll_limit=limit)
     return handle(request)
 
 
@@ -60,7 +60,7 @@ def test_a_loop_that_follows_from_another_one_is_unrolled_too(tmp_path: Path) ->
     assert reply.preparation.nodes == len(graph.compute_nodes(onnx.load(reply.path).graph))
 
 
-def test_only_what_is_refused_is_unrolled(tmp_path: Path) -> None:
+def test_only_what_is_not_covered_is_unrolled(tmp_path: Path) -> None:
     path = save(parsed(FOLLOWING), tmp_path / "a.onnx")
     assert not unroll(path, tmp_path / "out", ("another",)).changed
 
