@@ -66,8 +66,8 @@ def part_between(
             f"the cut removes {listing(map(repr, lacking))}, which {listing(without)} depends on."
         )
         raise _wrong(key / "inputs", message, "Name it among the inputs too, or cut after it.")
-    if alone := [repr(name) for name, names in reached.items() if not names & named]:
-        message = f"no input of the cut decides {listing(alone)}."
+    if undecided := [repr(name) for name, names in reached.items() if not names & named]:
+        message = f"no input of the cut decides {listing(undecided)}."
         raise _wrong(key / "outputs", message, "Name outputs after the inputs.")
     if needless := [repr(name) for name in cut.inputs if name not in needed]:
         message = f"no output depends on {listing(needless)}."

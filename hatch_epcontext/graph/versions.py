@@ -24,7 +24,7 @@ _NEWEST = 27
 """The newest opset of which ONNX Runtime has most operators."""
 
 _LAST_OF_MEANING = 13
-"""The opset after which a version with an equal signature differs from the one before in its types alone, and
+"""The opset after which a version with an equal signature differs from the one before only in its types, and
 an attribute that it adds changes nothing by default. Before, some got negative axes, for example.
 """
 

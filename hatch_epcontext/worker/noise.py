@@ -52,7 +52,7 @@ def with_noise(path: Path, expected: Reference) -> Reference:
 def with_jitter(path: Path, expected: Reference) -> Reference:
     """``expected`` with the noise of the model at ``path`` that ONNX Runtime's own fusions make on the CPU.
 
-    It computes the samples again, each node alone: in deep quantized models another order of additions
+    It computes the samples again, each node by itself: in deep quantized models another order of additions
     changes integers.
     """
     announce("measuring the noise of ONNX Runtime's fusions")

@@ -132,11 +132,11 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     """Rewrite the model ``before``, which was made of ``model``, for an EP.
 
     ``uncovered``: the names of the nodes that the EP does not compile; None for all. Nodes that a rewrite
-    adds count as such. The result is simplified with ``simplify``, and compared with the source on the CPU if
-    ``before`` has a reference. ``folder`` exists and is empty. ``tolerance``: how far it may differ if its numbers were
-    changed before. With an ``unroll_limit`` loops and layers of known length are unrolled instead, up to that
-    many nodes. With ``corrections``, the ids of rewrites for accuracy, only these are applied. ``faults``:
-    those that the EP needs in any number format.
+    adds count as such. The result is simplified with ``simplify``, and compared with the source on the CPU
+    if ``before`` has a reference. ``folder`` exists and is empty. ``tolerance``: how far it may differ if
+    its numbers were changed before. With an ``unroll_limit`` loops and layers of known length are unrolled
+    instead, up to that many nodes. With ``corrections``, the ids of rewrites for accuracy, only these are
+    applied. ``faults``: those that the EP needs in any number format.
     """
 
     model: Model

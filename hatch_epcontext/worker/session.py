@@ -83,7 +83,7 @@ def _session_options() -> ort.SessionOptions:
 
 
 def cpu_options() -> ort.SessionOptions:
-    """Return session options for the CPU EP alone."""
+    """Return session options for the CPU EP only."""
     result = _session_options()
     result.add_provider("CPUExecutionProvider", {})
     return result
@@ -136,7 +136,7 @@ def set_model_path(path: Path, session_options: ort.SessionOptions) -> None:
     """Set in ``session_options`` the file of a model that a session will open from bytes.
 
     The bytes have no path, but ONNX Runtime must find the sidecars and the external data beside the file.
-    The second option alone would apply to sidecars too, and a file name would count as a folder.
+    The second option by itself would apply to sidecars too, and a file name would count as a folder.
     """
     session_options.add_session_config_entry("ep.context_file_path", near(path))
     session_options.add_session_config_entry(
@@ -347,7 +347,7 @@ def unloadable(ep: str | None, message: str, library: Path) -> Problem:
 
 
 def missing_for(library: Path) -> list[MissingLibrary]:
-    """The libraries that ``library`` needs, and the system does not find; without ``ldd`` the first alone."""
+    """The libraries that ``library`` needs, and the system does not find; without ``ldd`` only the first."""
     names = [str(library)]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         command = ("ldd", str(library))

@@ -175,9 +175,9 @@ def test_errors_that_grow_from_frame_to_frame_are_found(tmp_path: Path) -> None:
     assert difference is not None
     (item,) = explain(difference, HALF, Subject(spec), expected.facts)
     assert re.search(r"in frame \d+ of .*, with its own states", item.agreement.reason or "")
-    spec, alone = referred(counter(2.0), tmp_path)
-    assert not any(len(run.frames) > 1 for run in alone.runs)
-    assert check(counter(2.1), alone, tmp_path).difference is None
+    spec, expected = referred(counter(2.0), tmp_path)
+    assert not any(len(run.frames) > 1 for run in expected.runs)
+    assert check(counter(2.1), expected, tmp_path).difference is None
 
 
 def test_what_depends_on_chance_is_not_compared(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ ROWS = "(float[N, 4, 8] x) => (float[N, 4, 8] y)"
         ),
         # Rows of the first sample reach the second.
         (f"{ROWS} {{ zero = Constant <value = int64 {{0}}> () y = CumSum (x, zero) }}", {}),
-        # It depends on the size alone.
+        # It depends only on the size.
         (
             f"{ROWS} {{ n = Shape <start = 0, end = 1> (x) f = Cast <to = 1> (n) y = Div (x, f) }}",
             {},

@@ -57,7 +57,7 @@ def test_an_unknown_rank_takes_every_shape(shape: tuple[int, ...]) -> None:
     made, configured = of_any_rank(), spec(shapes={"x": shape})
     fix_inputs(made, configured)
     assert graph.facts(made.graph.input[0]).shape == shape
-    # Sizes of dummy inputs alone.
+    # Sizes of dummy inputs only.
     for model in (made, of_any_rank()):
         assert dummy_inputs([graph.facts(model.graph.input[0])], configured)["x"].shape == shape
 

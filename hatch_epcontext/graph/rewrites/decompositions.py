@@ -51,7 +51,7 @@ _NORMALIZATIONS: Mapping[str, Sequence[str]] = {
 }
 """The inputs of each of these operators."""
 
-_ALONE: Mapping[str, str] = {
+_FUNCTIONS: Mapping[str, str] = {
     **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"), ""),
     "ReduceL1": "Abs",
     "ReduceL2": "Abs",
@@ -292,7 +292,7 @@ def decompose_softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     return [builder.add("Add", builder.add("Relu", value), rest)]
 
 
-@rewrites(*_ALONE)
+@rewrites(*_FUNCTIONS)
 def reduce_nothing(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A reduction along no axis, as the values, or a function of each."""
     value, axes = graph.operands(node, 2)
@@ -300,7 +300,7 @@ def reduce_nothing(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
         return None
     if axes and scope.shape(axes) != (0,):
         return None
-    function = _ALONE[node.op_type]
+    function = _FUNCTIONS[node.op_type]
     if not function:
         return [value]
     return [builder.add(function, *[value] * (2 if function == "Mul" else 1))]

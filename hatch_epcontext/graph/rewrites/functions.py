@@ -209,9 +209,9 @@ def _inline(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     known = {name: type_ for name, type_ in types.items() if type_ is not None}
     if missing := sorted(types.keys() - known.keys()):
         return Declined(f"the type of {missing[0]!r} is not known")
-    alone = onnx.ModelProto(ir_version=builder.model.ir_version)
-    alone.opset_import.extend(builder.model.opset_import)
-    main = alone.graph
+    single = onnx.ModelProto(ir_version=builder.model.ir_version)
+    single.opset_import.extend(builder.model.opset_import)
+    main = single.graph
     main.name = operator
     main.node.append(_with_defaults(node, builder.opset))
     main.input.extend(onnx.ValueInfoProto(name=name, type=known[name]) for name in known)
@@ -220,7 +220,7 @@ def _inline(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     main.value_info.append(onnx.ValueInfoProto(name="", type=onnx.TypeProto()))
     try:
         inlined = onnx.inliner.inline_selected_functions(
-            alone, [("", operator)], inline_schema_functions=True
+            single, [("", operator)], inline_schema_functions=True
         )
     except RuntimeError as error:
         # onnx cannot handle all models that ONNX Runtime opens.

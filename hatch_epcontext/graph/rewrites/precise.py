@@ -269,7 +269,7 @@ def _root_mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 def _scale(largest: str, least: float, factor: int, builder: Builder) -> str:
     """By what values are divided so that the largest, or at least ``least``, is about ``factor``."""
     part = builder.add("Mul", largest, builder.number(1 / factor))
-    # QNN's Div is right for divisors from 1.53e-5 to 16384 alone.
+    # QNN's Div is right for divisors from 1.53e-5 to 16384 only.
     return builder.add("Max", part, builder.number(max(2**-14, least / factor)))
 
 

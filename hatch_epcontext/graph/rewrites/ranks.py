@@ -172,7 +172,7 @@ def _groups(
     axes: Sequence[int],
     rank: int,
 ) -> list[list[int]]:
-    """Neighbouring dimensions that all values have, or repeat, together; ``axes`` alone."""
+    """Neighbouring dimensions that all values have, or repeat, together; ``axes`` separately."""
     full = [(*[1] * (rank - len(shape)), *shape) for shape in inputs]
     if not axes:
         full += [(*[1] * (rank - len(shape)), *shape) for shape in outputs]

@@ -102,7 +102,7 @@ class UsesOfInputs:
                 self._add_center(node.input[0], mean.reshape(shape), deviation.reshape(shape))
 
     def _own(self, name: str) -> Iterator[LinearTerm]:
-        """The terms of a value that are numbers of one input alone."""
+        """The terms of a value that are numbers of only one input."""
         return (
             term for term in self._terms.of(name) if not (term.truth or term.masked or term.several)
         )

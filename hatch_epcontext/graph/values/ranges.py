@@ -161,7 +161,7 @@ def _known_range(
 
 
 def _intersection(firm: Sequence[Bound], clips: Sequence[Bound]) -> Range | None:
-    """The values within all bounds, as far as these fit; None if clips alone leave one side open."""
+    """The values within all bounds, as far as these fit; None if there are only clips, open at a side."""
     low, high = -math.inf, math.inf
     # Bounds of negative indices, to which graphs add the size, come last: an index cannot have both.
     for bound in (*sorted(firm, key=lambda bound: bound.high < 0), *clips):

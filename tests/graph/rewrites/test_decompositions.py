@@ -36,7 +36,7 @@ from tests.models import parsed
 RNG = np.random.default_rng(3)
 
 NORMALIZED = "(float[2, 3, 8] x, float[2, 3, 8] s, float[8] v, float[8] u) => (float[2, 3, 8] y"
-ALONE: list[tuple[Rewrite, int, str]] = [
+SINGLE: list[tuple[Rewrite, int, str]] = [
     (decompose_normalization, 17, f"""{NORMALIZED})
         {{ y = SimplifiedLayerNormalization <axis = -1> (x, v) }}"""),
     (decompose_normalization, 17, f"""{NORMALIZED}, float[2, 3, 8] sum)
@@ -52,7 +52,7 @@ ALONE: list[tuple[Rewrite, int, str]] = [
 """Single nodes, which a rewrite replaces."""
 
 
-@pytest.mark.parametrize(("rewrite", "opset", "text"), ALONE)
+@pytest.mark.parametrize(("rewrite", "opset", "text"), SINGLE)
 def test_a_node_is_replaced_by_others_that_compute_the_same(
     rewrite: Rewrite, opset: int, text: str
 ) -> None:
