@@ -277,7 +277,7 @@ class Builder:
         copies = [copy_of(node) for node in nodes]
         for node in copies:
             node.name = node.name or node.op_type
-        _rename_nodes(copies, names, lambda name: self.fresh(f"{name}{suffix}"))
+        _name_nodes_anew(copies, names, lambda name: self.fresh(f"{name}{suffix}"))
         for node in copies:
             self.append(node)
 
@@ -327,7 +327,7 @@ def _keep(named: Any, used: set[str]) -> None:
     named.extend(kept)
 
 
-def _rename_nodes(
+def _name_nodes_anew(
     nodes: Iterable[onnx.NodeProto], names: dict[str, str], new: Callable[[str], str]
 ) -> None:
     """Give ``nodes`` and their results the names that ``new`` makes of theirs.
@@ -338,12 +338,14 @@ def _rename_nodes(
         node.name = node.name and new(node.name)
         node.input[:] = [names.get(name, name) for name in node.input]
         for inner in graph.inner_graphs(node):
-            rename_graph(inner, dict(names), new)
+            name_graph_anew(inner, dict(names), new)
         names.update((name, new(name)) for name in node.output if name)
         node.output[:] = [names.get(name, "") for name in node.output]
 
 
-def rename_graph(body: onnx.GraphProto, names: dict[str, str], new: Callable[[str], str]) -> None:
+def name_graph_anew(
+    body: onnx.GraphProto, names: dict[str, str], new: Callable[[str], str]
+) -> None:
     """Give the nodes of ``body`` and all values that it defines the names that ``new`` makes."""
     named: list[Any] = [*body.input, *body.initializer]
     named += (sparse.values for sparse in body.sparse_initializer)
@@ -351,7 +353,7 @@ def rename_graph(body: onnx.GraphProto, names: dict[str, str], new: Callable[[st
     names.update((name, new(name)) for name in dict.fromkeys(value.name for value in named))
     for value in named:
         value.name = names[value.name]
-    _rename_nodes(body.node, names, new)
+    _name_nodes_anew(body.node, names, new)
     for value in (*body.output, *body.value_info):
         value.name = names.get(value.name, value.name)
 

@@ -207,16 +207,16 @@ class _Substitution:
         first = self.known.get((scope, node.input[0]))
         if not isinstance(first, _Integers):
             return None
-        renamed: dict[str, str] = {}
+        names: dict[str, str] = {}
         for name in node.input if node.op_type == "Concat" else node.input[:1]:
             real = self._activation(name, first.scale, first.zero_point, scope)
             if real is None:
                 return None
-            renamed[name] = real
-        builder.copy([node], renamed, _SUFFIX)
+            names[name] = real
+        builder.copy([node], names, _SUFFIX)
         builder.append(node)
         for name in filter(None, node.output):
-            self.known[scope, name] = replace(first, real=renamed[name])
+            self.known[scope, name] = replace(first, real=names[name])
         return node.output
 
     def _reshape(self, node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -326,9 +326,9 @@ def _moved(
     floats = _stored(scope, name, scale, zero, (axis,), block)
     if floats is None:
         return None
-    renamed = {name: builder.store(floats)}
-    builder.copy(reversed(moves), renamed, _SUFFIX)
-    return renamed[value]
+    names = {name: builder.store(floats)}
+    builder.copy(reversed(moves), names, _SUFFIX)
+    return names[value]
 
 
 def _constant(scope: Scope, name: str, default: float) -> Array | None:

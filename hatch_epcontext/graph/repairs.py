@@ -6,7 +6,13 @@ import onnx
 from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, copy_of, remove_unused, rename_graph, set_nodes
+from hatch_epcontext.graph.builder import (
+    Builder,
+    copy_of,
+    remove_unused,
+    name_graph_anew,
+    set_nodes,
+)
 
 _INLINED = "_inlfunc_"
 """The prefix of values inside the body of a function that ONNX Runtime put there instead of a node."""
@@ -21,7 +27,7 @@ def without_prefix(model: onnx.ModelProto, prefix: str) -> onnx.ModelProto:
             return name
         return builder.fresh(f"{name.removeprefix(prefix)}/cast")
 
-    rename_graph(model.graph, {}, new)
+    name_graph_anew(model.graph, {}, new)
     return model
 
 

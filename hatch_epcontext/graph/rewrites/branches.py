@@ -38,14 +38,14 @@ def if_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
         if one is None or one != other:
             return Declined("its branches have results of different types, or of open shapes")
     new_names: list[dict[str, str]] = [{}, {}]
-    for branch, renamed in zip(branches, new_names, strict=True):
-        builder.store_all(branch, renamed)
-        builder.copy(branch.node, renamed)
+    for branch, copied in zip(branches, new_names, strict=True):
+        builder.store_all(branch, copied)
+        builder.copy(branch.node, copied)
     result = []
     for names in ends:
         rank = len(scopes[0].sizes(names[0]) or ())
         wide = builder.reshape(condition, [1] * rank) if len(shape) > rank else condition
-        values = [renamed.get(name, name) for renamed, name in zip(new_names, names, strict=True)]
+        values = [copied.get(name, name) for copied, name in zip(new_names, names, strict=True)]
         result.append(builder.add("Where", wide, *values))
     return result
 

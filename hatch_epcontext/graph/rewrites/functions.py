@@ -68,9 +68,9 @@ def _apply_text(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     kept = [line for line in lines if " # if " not in line or facts.holds(line.split("# if ")[1])]
     function = onnx.parser.parse_function("\n".join(kept))
     operands = graph.operands(node, len(function.input))
-    renamed = dict(zip(function.input, operands, strict=True))
-    builder.copy(_bodies(function, attributes, renamed, scope, builder), renamed)
-    return [renamed.get(name, "") for name in function.output]
+    names = dict(zip(function.input, operands, strict=True))
+    builder.copy(_bodies(function, attributes, names, scope, builder), names)
+    return [names.get(name, "") for name in function.output]
 
 
 class _Facts:
@@ -229,9 +229,9 @@ def _inline(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         return Declined(f"opset {builder.opset} does not define it by other operators")
     if any(new.op_type == "Loop" for new in inlined.graph.node):
         return Declined("its function is a Loop")
-    renamed: dict[str, str] = {}
-    builder.copy(inlined.graph.node, renamed)
-    return [renamed.get(name, "") for name in node.output]
+    names: dict[str, str] = {}
+    builder.copy(inlined.graph.node, names)
+    return [names.get(name, "") for name in node.output]
 
 
 def _with_defaults(node: onnx.NodeProto, opset: int) -> onnx.NodeProto:

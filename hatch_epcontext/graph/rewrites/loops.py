@@ -112,9 +112,9 @@ def _copies(
     count, scans = len(states), list[list[str]]()
     for trip in range(trips):
         before, after = inputs(trip)
-        renamed = outer | dict(zip(names, (*before, *states, *after), strict=True))
-        builder.copy(varying, renamed, f"/{trip}")
-        outputs = [renamed.get(value.name, value.name) for value in body.output[first:]]
+        new_names = outer | dict(zip(names, (*before, *states, *after), strict=True))
+        builder.copy(varying, new_names, f"/{trip}")
+        outputs = [new_names.get(value.name, value.name) for value in body.output[first:]]
         states = outputs[:count]
         scans.append(outputs[count:])
     return states, [[*values] for values in zip(*scans, strict=True)]
