@@ -8,6 +8,7 @@ A copy of ``hatch_epcontext/_runner.py`` in hatch-epcontext, under the MIT licen
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -34,6 +35,8 @@ class Runner:
         self._loader, self._name, self._request = loader, name, request
         self._candidates = candidates
         self._lock, self._runs = threading.Lock(), Counter[str]()
+        # Of targets that are compiled for other sizes than were fed: how often, and the first of these.
+        self._others, self._sizes = Counter[str](), dict[str, str]()
         self._opened: dict[tuple[int, Any], tuple[TargetAttempt, Any]] = {}
         # The axis of the batch in each input and output; empty if it is not split.
         batches = (variant.batch for variants, _ in candidates for variant in variants)
@@ -85,6 +88,9 @@ class Runner:
         with self._lock:
             attempts = dict.fromkeys(attempt for attempt, _ in self._opened.values())
             runs = {a: f", runs: {self._runs[a.target]}" for a in attempts if a.outcome == "opened"}
+            for attempt in runs:
+                if number := self._others[attempt.target]:
+                    runs[attempt] += f", of other sizes: {number} ({self._sizes[attempt.target]})"
         return [a._replace(reason=f"{a.reason}{runs.get(a, '')}") for a in attempts]
 
     def _value(self, value: Any, kind: str) -> SimpleNamespace:
@@ -101,16 +107,29 @@ class Runner:
         self, arrays: Mapping[str, Any], axes: Mapping[str, int], rows: int
     ) -> tuple[Variant, Any, int]:
         """What runs next: the variant, its session, and how many of the ``rows`` that are left it takes."""
+        others = dict[str, str]()
         for variants, method in self._candidates:
             fitting = [(variant, _rows(variant, arrays, axes, rows)) for variant in variants]
             for variant, number in sorted(fitting, key=lambda pair: -pair[1]):
                 if number >= 0 and (session := self._open(variant, method)):
+                    self._warn(others, variant.target)
                     return variant, session, number
-        shapes = {name: array.shape for name, array in arrays.items()}
-        every = (variant.inputs for variants, _ in self._candidates for variant in variants)
-        inputs = ", ".join(dict.fromkeys(map(str, filter(None, every))))
-        message = f"no target of {self._name!r} takes {shapes}; its sizes are {inputs}:"
+            if rows and all(number < 0 for _, number in fitting):
+                others[variants[0].target] = _sizes(variants, arrays)
+        sizes = "; ".join(map(": ".join, others.items()))
+        message = f"no target of {self._name!r} takes these sizes ({sizes}):"
         raise self._loader.LoadError(message, self.explain())
+
+    def _warn(self, others: Mapping[str, str], target: str) -> None:
+        with self._lock:
+            new = {other: sizes for other, sizes in others.items() if other not in self._sizes}
+            self._sizes |= new
+            self._others.update(others.keys())
+        if new:
+            because = "because others have other sizes"
+            message = f"{self._name!r} runs on {target}, {because} ({'; '.join(map(': '.join, new.items()))})"
+            # In the line of the app that called `run`.
+            warnings.warn(message, stacklevel=4)
 
     def _open(self, variant: Variant, method: Any) -> Any:
         key = id(variant), method
@@ -134,3 +153,19 @@ def _rows(variant: Variant, arrays: Mapping[str, Any], axes: Mapping[str, int], 
                     return -1
                 number = size
     return number
+
+
+def _sizes(variants: Sequence[Variant], arrays: Mapping[str, Any]) -> str:
+    """The shapes that were fed to the inputs of which ``variants`` take no such size, and those they take."""
+    fed = {name: [*array.shape] for name, array in arrays.items()}
+    every = [
+        {
+            name: sizes
+            for name, sizes in variant.inputs.items()
+            for axis, size in enumerate(sizes or () if name in fed else ())
+            if isinstance(size, int) and fed[name][axis : axis + 1] != [size]
+        }
+        for variant in variants
+    ]
+    names = {name: fed[name] for inputs in every for name in inputs}
+    return f"fed {names}, compiled {' or '.join(dict.fromkeys(map(str, every)))}"

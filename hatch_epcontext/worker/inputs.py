@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import re
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
@@ -19,6 +22,7 @@ from hatch_epcontext.files import unreadable
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import Range, Size, TensorFacts
+from hatch_epcontext.text import listing
 from hatch_epcontext.worker.synthetic import RANDOM, Pattern, assumed_range, values
 
 _SEED = 20240229
@@ -26,17 +30,38 @@ _SEED = 20240229
 _SAME = {"zeros": Range(0.0, 0.0, known=False), "ones": Range(1.0, 1.0, known=False)}
 """The ranges of inputs whose values are all the same, whatever the graph requires."""
 
+MAX_GIVEN = 64
+"""The most given samples that are run on the CPU: they and their outputs are in memory at once."""
+
+_MAX_NAMED = 5
+"""Of more sizes than this, a message gives the number."""
+
 _MAX_VALUES = 2**29
 """The most values of a generated input: generating them takes 4 GiB."""
 
 
-def check_inputs(inputs: Sequence[TensorFacts], model: Model) -> None:
+def check_inputs(
+    inputs: Sequence[TensorFacts], model: Model, open_inputs: Sequence[TensorFacts] = ()
+) -> None:
     """Raise ModelError if `dummy_inputs` cannot return an array for each of ``inputs``.
 
-    The file does not fit the model, or a dtype or size cannot be generated.
+    The samples do not fit the model, or a dtype or size cannot be generated. ``open_inputs``: the inputs
+    before ``model`` fixed their sizes, so that the error names these where samples have others.
     """
     if model.validate.inputs not in SYNTHETIC:
-        next(read_samples(Path(model.validate.inputs), inputs, _key(model)))
+        path, key = Path(model.validate.inputs), _key(model)
+        try:
+            for _ in itertools.islice(read_samples(path, inputs, key), MAX_GIVEN):
+                pass
+        except ModelError:
+            # If they can be read for open sizes, nothing but their sizes is wrong.
+            problem = None
+            with contextlib.suppress(ModelError):
+                samples = itertools.islice(read_samples(path, open_inputs, key), MAX_GIVEN)
+                problem = _other_sizes(samples, open_inputs, model)
+            if problem is not None:
+                raise ModelError(problem) from None
+            raise
         return
     for tensor in sized(inputs, model):
         try:
@@ -55,6 +80,42 @@ def check_inputs(inputs: Sequence[TensorFacts], model: Model) -> None:
                 Setting(model.place("dims")),
                 Setting(model.place("shapes")),
             )
+
+
+def _other_sizes(
+    samples: Iterable[tuple[str, Mapping[str, Array]]], inputs: Sequence[TensorFacts], model: Model
+) -> Problem | None:
+    """The problem of ``samples`` that have other sizes than ``model`` gives to its open ``inputs``."""
+    sizes: dict[Key, list[Any]] = {}
+    for _, sample in samples:
+        for tensor, own in zip(inputs, sized(inputs, model), strict=True):
+            shape = sample[tensor.name].shape
+            for axis, (name, size, fed) in enumerate(
+                zip(tensor.sizes, own.sizes, shape, strict=False)
+            ):
+                # Of a larger batch each row, or several, is a sample.
+                is_batch = axis == 0 and isinstance(size, int) and size > 0 and fed % size == 0
+                if isinstance(name, int) or not isinstance(size, int) or size == fed or is_batch:
+                    continue
+                if isinstance(name, str) and tensor.name not in model.shapes:
+                    sizes.setdefault(model.place("dims") / name, []).append(fed)
+                else:
+                    sizes.setdefault(model.place("shapes") / tensor.name, []).append([*shape])
+    if not sizes:
+        return None
+    fed = ", ".join(
+        f"{key.parts[-1]} = {listing(dict.fromkeys(map(str, values)), _MAX_NAMED)}"
+        for key, values in sizes.items()
+    )
+    message = f"{Path(model.validate.inputs).name} has samples of other sizes: {fed}."
+    hint = (
+        "Compile the model for the sizes that the app feeds, or give samples of the compiled size."
+    )
+    settings = (
+        Setting(key, values[0] if all(value == values[0] for value in values) else None)
+        for key, values in sizes.items()
+    )
+    return Problem.at(next(iter(sizes)), Kind.INVALID_INPUTS, message, hint, *settings)
 
 
 def ignored_inputs(main: onnx.GraphProto, model: Model) -> Iterator[str]:

@@ -16,6 +16,7 @@ from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.worker.inputs import (
+    MAX_GIVEN,
     dummy_inputs,
     generated_inputs,
     generator,
@@ -40,9 +41,6 @@ _MANY_FRAMES = 16
 
 _MAX_BYTES = 2**25
 """Bytes of one sample above which there is only the first: all are in memory at once."""
-
-MAX_GIVEN = 64
-"""The most given samples that are run on the CPU: they and their outputs are in memory at once."""
 
 MAX_FAR = 8
 """The most samples with values far from the ordinary."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 import threading
 from typing import Any
 
@@ -52,15 +54,27 @@ def test_a_batch_is_split_into_the_compiled_ones(ship: Shipper, rows: Any) -> No
 
 def test_rows_that_fill_no_batch_run_on_the_source(ship: Shipper, rows: Any) -> None:
     runner = write(ship, 3, batch=BATCH).runner("a")
-    assert runner.run(["y"], {"x": rows})[0].shape == (7, 10)
-    assert [attempt.reason.rpartition(" ")[2] for attempt in runner.explain()] == ["2", "1"]
+    with pytest.warns(UserWarning, match="'a' runs on source"):
+        assert runner.run(["y"], {"x": rows})[0].shape == (7, 10)
+    fixed, source = (attempt.reason for attempt in runner.explain())
+    assert "runs: 2, of other sizes: 1 (" in fixed
+    assert source.endswith("runs: 1")
 
 
-def test_a_batch_that_may_not_be_split_runs_whole(ship: Shipper, rows: Any) -> None:
+def test_a_target_that_is_never_fed_its_size_is_one_warning_at_the_app(
+    ship: Shipper, rows: Any
+) -> None:
     runner = write(ship, 1).runner("a")
-    assert runner.run(None, {"x": rows})[0].shape == (7, 10)
+    sizes = "fed {'x': [7, 1, 8, 8]}, compiled {'x': [1, 1, 8, 8]}"
+    message = re.escape(f"'a' runs on source, because others have other sizes (fixed: {sizes})")
+    with pytest.warns(UserWarning, match=f"^{message}$") as caught:
+        runner.run(None, {"x": rows})
+    assert caught[0].filename == __file__
+    for batch in (rows, rows[:3]):
+        assert runner.run(None, {"x": batch})[0].shape == (len(batch), 10)
     assert outcomes(runner.explain()) == [("fixed", "opened"), ("source", "opened")]
-    assert runner.explain()[0].reason == f"{CPU_EP} on cpu, runs: 0"
+    fixed = f"{CPU_EP} on cpu, runs: 0, of other sizes: 3 ({sizes})"
+    assert runner.explain()[0].reason == fixed
 
 
 def test_a_size_that_no_target_has_is_an_error_with_the_reasons(ship: Shipper, rows: Any) -> None:
@@ -69,7 +83,7 @@ def test_a_size_that_no_target_has_is_an_error_with_the_reasons(ship: Shipper, r
     assert runner.run(None, {"x": rows[:4]})[0].shape == (4, 10)
     with pytest.raises(
         app.LoadError,
-        match=r"no target of 'a' takes \{'x': \(7, .*\)\}; its sizes are \{'x': \[4, .*\]\}:\n  fixed: op",
+        match=r"no target of 'a' takes .*fed \{'x': \[7, .*\]\}, compiled \{'x': \[4, .*\]\}\):\n  fixed: op",
     ):
         runner.run(None, {"x": rows})
 
@@ -152,14 +166,20 @@ class TestSeveralSizes:
         b = np.arange(batch, dtype=np.float32)
         # ONNX Runtime's own values too; and outputs in another order.
         feeds = {"x": onnxruntime.OrtValue.ortvalue_from_numpy(x), "b": b}
-        z, y = runner.run(["z", "y"], feeds)
+        other = pytest.warns(UserWarning, match=r"compiled \{'x': \[4, 1\], .* or \{'x': \[8, 1\]")
+        with other if length == 6 else contextlib.nullcontext():
+            z, y = runner.run(["z", "y"], feeds)
         np.testing.assert_array_equal(y, x + b)
         np.testing.assert_array_equal(z, -b)
-        assert [attempt.reason.rpartition(" ")[2] for attempt in runner.explain()] == runs
+        reasons = [
+            attempt.reason.partition(", of other sizes: 1 ")[0] for attempt in runner.explain()
+        ]
+        assert [reason.rpartition(" ")[2] for reason in reasons] == runs
 
     def test_a_batch_that_is_broadcast_runs_whole(self, app: Any) -> None:
         x, runner = np.ones((8, 4), np.float32), app.runner("a")
-        y, _ = runner.run(None, {"x": x, "b": np.ones(1, np.float32)})
+        with pytest.warns(UserWarning, match="runs on source"):
+            y, _ = runner.run(None, {"x": x, "b": np.ones(1, np.float32)})
         np.testing.assert_array_equal(y, x + 1)
         assert runner.explain()[-1].reason.endswith("runs: 1")
 

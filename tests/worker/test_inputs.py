@@ -13,7 +13,7 @@ import pytest
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Kind, ModelError
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.worker.inputs import dummy_inputs
+from hatch_epcontext.worker.inputs import check_inputs, dummy_inputs
 from tests.worker.test_samples import spec
 
 X = TensorFacts("x", "float32", (2, "n"))
@@ -108,6 +108,28 @@ def test_an_array_that_promises_more_than_any_memory_is_an_error(tmp_path: Path)
     for name in ("plain.npz", "archive.npz"):
         with pytest.raises(ModelError, match=r"is not an \.npz (file|of plain arrays)"):
             dummy_inputs([X], spec(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shapes", "place", "advice"),
+    [
+        ({"dims": {"n": 3}}, [(2, 3), (2, 7)], "dims.n", "dims.n = 7"),
+        ({"dims": {"n": 3}}, [(2, 5), (2, 7)], "dims.n", "dims.n"),
+        ({"shapes": {"x": (2, 3)}}, [(4, 7)], "shapes.x", "shapes.x = [2, 7]"),
+    ],
+)
+def test_samples_of_other_sizes_are_an_error_at_the_sizes(
+    tmp_path: Path, sizes: dict[str, Any], shapes: list[Any], place: str, advice: str
+) -> None:
+    for number, shape in enumerate(shapes):
+        np.savez(tmp_path / f"{number}.npz", x=np.zeros(shape, np.float32))
+    model = dataclasses.replace(spec(tmp_path), **sizes)
+    fixed = dataclasses.replace(X, shape=(2, 3))
+    with pytest.raises(ModelError, match="samples of other sizes: ") as raised:
+        check_inputs([fixed], model, [X])
+    (problem,) = raised.value.problems
+    assert problem.location == f"tool.epcontext.models[0].{place}"
+    assert str(problem.settings[0]) == f"tool.epcontext.models[0].{advice}"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes with a path of that kind")

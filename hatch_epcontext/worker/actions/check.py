@@ -95,7 +95,7 @@ def _check_model(model: Model) -> ModelFacts:
     check_ranges(onnx_model, model)
     state_pairs(onnx_model, model.validate.states, model.key / "validate" / "states")
     # Before anything is compiled.
-    check_inputs(inputs, model)
+    check_inputs(inputs, model, open_inputs)
     return ModelFacts(
         inputs,
         outputs,
