@@ -1,7 +1,7 @@
 """Keeps inputs of the project's models in an app: `epcontext record` puts a copy of this module on its path.
 
 Python imports the copy as ``sitecustomize`` when it starts, in the app's environment, where this package need
-not be installed. Beside it are `SETTINGS` and `STATES`. Samples are ``<process>-<sample>-<frame>.npz``. An
+not be installed. Beside it are `SETTINGS` and `RUNS`. Samples are ``<process>-<sample>-<frame>.npz``. An
 error of this module is printed, and does not reach the app.
 """
 
@@ -24,8 +24,9 @@ from typing import Any
 
 SETTINGS = "settings.json"
 
-STATES = "states.jsonl"
-"""A line for each state: the model, the input, and the output that the app feeds to it."""
+RUNS = "runs.jsonl"
+"""A line for each run: the model; by input its shape in the model, and that of a sample; by input the output
+that the app feeds to it; and the names of the samples, of those that are kept and of others."""
 
 SAMPLES = _FRAMES = 8
 """The most samples of a model in one process; those of a recurrent one have up to as many frames."""
@@ -85,9 +86,10 @@ class Recorder:
             with self._safely():
                 if model:
                     inputs, outputs = get_inputs(session), get_outputs(session)
-                    shapes = _compiled((*inputs, *outputs), self._models[model])
+                    shapes = compiled_shapes((*inputs, *outputs), self._models[model])
+                    own = {value.name: value.shape for value in inputs}
                     session._epcontext_last = SimpleNamespace(  # noqa: SLF001
-                        model=model, shapes=shapes, outputs={}, samples=[], frame=_FRAMES
+                        model=model, own=own, shapes=shapes, outputs={}, samples=[], frame=_FRAMES
                     )
 
         @functools.wraps(original_run)
@@ -146,13 +148,15 @@ class Recorder:
         named = zip(names or [o.name for o in session.get_outputs()], outputs, strict=False)
         # Copies, because the app may change its outputs.
         last.outputs = {name: o.copy() for name, o in named if isinstance(o, np.ndarray)}
-        with (self._folder / STATES).open("a", encoding="utf-8") as lines:
-            lines.writelines(f"{json.dumps([last.model, *pair])}\n" for pair in states.items())
         batches = _batches(arrays, last.shapes)
         if states and last.frame < _FRAMES:
             last.frame += 1
         else:
             last.samples, last.frame = [self._begin(last.model) for _ in batches], 1
+        shapes = {name: [last.own[name], array.shape] for name, array in batches[0].items()}
+        names = [f"{os.getpid()}-{sample}" for sample in last.samples]
+        with (self._folder / RUNS).open("a", encoding="utf-8") as lines:
+            lines.write(f"{json.dumps([last.model, shapes, states, names])}\n")
         for sample, batch in zip(last.samples, batches, strict=True):
             if sample in self._kept[last.model]:
                 part = self._folder / last.model / f"{os.getpid()}-{sample}-{last.frame}.part"
@@ -173,7 +177,7 @@ class Recorder:
         return number
 
 
-def _compiled(values: Any, model: Mapping[str, Any]) -> dict[str, list[Any]]:
+def compiled_shapes(values: Any, model: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The shapes of a session's inputs and outputs as they are compiled."""
     dims, shapes = dict(model["dims"]), model["shapes"]
     for value in values:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.cli.conftest import Cli
-from tests.models import network, save
+from tests.models import network, parsed, save
 from tests.worker.test_states import lstm
 
 TOML = """
@@ -113,6 +113,37 @@ def test_a_larger_batch_is_several_samples_of_the_compiled_size(
     samples = [arrays(file)["x"] for file in files]
     assert {sample.shape for sample in samples} == {(1, 1, 8, 8)}
     assert {sample.min() for sample in samples} == {0, 64, 128}
+
+
+def test_the_sizes_of_the_app_are_printed_and_compared_with_the_table(
+    cli: Cli, app_project: Path
+) -> None:
+    text = (
+        "(float[batch, length] x, float[n] b, float[?] u) => (float[batch, length] y) {y = Neg(x)}"
+    )
+    save(parsed(text), app_project / "models" / "image.onnx")
+    toml = TOML.replace(
+        "dims = { batch = 1 }", "dims = { batch = 1, length = 64 }\nshapes = { u = [3] }"
+    )
+    (app_project / "pyproject.toml").write_text(toml, encoding="utf-8")
+    code = (
+        "import numpy as np, onnxruntime as o; s = o.InferenceSession('models/image.onnx')\n"
+        "for n in (77, 77, 64, 77): s.run(None, {'x': np.ones((1, n), np.float32), "
+        "'b': np.ones(5, np.float32), 'u': np.ones(3, np.float32)})"
+    )
+    printed = cli("record", "--", sys.executable, "-c", code).stderr
+    _, dims, shapes, rest, validate, warning, *_ = printed.splitlines()
+    assert dims == "    dims = { batch = 1, length = 77, n = 5 }"
+    assert shapes == "    shapes = { u = [3] }"
+    assert rest == "    # in 3 of 4 runs; else batch = 1, length = 64, n = 5, u = [3]"
+    assert "image: 3 of 4 runs had other sizes than the table" in warning
+    samples = app_project / ".epcontext-samples"
+    assert len([*(samples / "image").glob("*.npz")]) == 3
+    assert len([*(samples / "image-other-sizes").glob("*.npz")]) == 1
+    sizes = "dims = { batch = 1, length = 64 }\nshapes = { u = [3] }"
+    toml = toml.replace(sizes, "\n".join((dims, shapes, validate)))
+    (app_project / "pyproject.toml").write_text(toml, encoding="utf-8")
+    assert "image -> cpu (cpu): compiled" in cli("build").stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
