@@ -136,7 +136,7 @@ def failed_jobs(config: Config) -> Mapping[tuple[str, str], Problem]:
         failures = error.result.failures
         return {(model, job.target): job.problems[0] for job in failures for model in job.models}
     except BuildError as error:
-        # A model cannot be read, which ends the build of all.
+        # The model cannot be read, perhaps for one target only.
         jobs = [(model, target) for model in config.models for target in model.targets]
         if len(jobs) == 1:
             return {(model.name, target.name): error.problems[0] for model, target in jobs}

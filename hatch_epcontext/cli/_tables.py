@@ -15,16 +15,20 @@ import click
 from hatch_epcontext.cli._common import Command, echo, failed_jobs, warn
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.errors import BuildError
+from hatch_epcontext.errors import BuildError, Problem
 from hatch_epcontext.files import write_atomically
 from hatch_epcontext.package.wheel import MAX_SIZE
 from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.system import Terminated
 from hatch_epcontext.text import listing, show_size
 from hatch_epcontext.tools.adding import NewModel, Pyproject, add_models, left_to_do, one_line
 from hatch_epcontext.tools.environment import provider_states
 from hatch_epcontext.tools.project import Project
 
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
+
+_MAX_NAMED = 5
+"""Of more models than this, a message gives the number."""
 
 _MAX_REASON = 120
 """Characters of the reason why a target refuses a model."""
@@ -66,11 +70,12 @@ def add_tables(
     """
     file, before = str(pyproject.file), pyproject.raw
     new = [model for model in models if model.path not in pyproject.listed]
+    stopped = None
     if trial and new:
         existing = pyproject.project.table("tool", "epcontext", "targets").values()
         if "cpu" not in [table.get("provider") for table in existing if isinstance(table, dict)]:
             targets = {**targets, "cpu": targets.get("cpu", {})}
-        new = _try(pyproject, add_models(pyproject, new, targets)[0], new)
+        new, stopped = _try(pyproject, add_models(pyproject, new, targets)[0], new)
     after, config = add_models(pyproject, new, targets)
     # A file with the line ends of Windows keeps them.
     text = after.replace("\n", "\r\n") if "\r\n" in before else after
@@ -97,6 +102,8 @@ def add_tables(
         if advice:
             echo(f"\n{title}", lines=True)
             echo(indent("\n".join(advice), "    "), lines=True)
+    if stopped is not None:
+        raise stopped
 
 
 def _size_notes(root: Path, models: Iterable[NewModel]) -> list[str]:
@@ -119,33 +126,45 @@ def _describe(model: NewModel) -> str:
     return "; ".join(filter(None, (works, model.refusals)))
 
 
-def _try(pyproject: Pyproject, text: str, new: Sequence[NewModel]) -> list[NewModel]:
-    """Those of the ``new`` models of ``text`` that work for some of its targets.
+def _try(
+    pyproject: Pyproject, text: str, new: Sequence[NewModel]
+) -> tuple[list[NewModel], BaseException | None]:
+    """Those of the ``new`` models of ``text`` that work for some of its targets; and what stopped the trial.
 
     Raises BuildError if the configuration is new, and none works.
     """
     others = (f"{PREFIX}TARGETS", f"{PREFIX}FROM_CACHE")
     environ = {name: value for name, value in os.environ.items() if name not in others}
     config = pyproject.load(text, environ)
-    models = tuple(m for m in config.models if pyproject.path_of(m) in {n.path for n in new})
-    problems = failed_jobs(replace(config, models=models))
-    outcomes: dict[str, dict[str, str]] = {model.path: {} for model in new}
-    for model, target in ((m, t) for m in models for t in m.targets):
-        problem, reasons = (
-            problems.get((model.name, target.name)),
-            outcomes[pyproject.path_of(model)],
-        )
-        reason = shorten(one_line(problem.message), _MAX_REASON) if problem else ""
+    stopped: BaseException | None = None
+    finished, all_problems = list[NewModel](), list[Problem]()
+    for model in new:
         # A model with several shapes is several of the configuration.
-        reasons[target.name] = reasons.get(target.name) or reason
-    new = [replace(model, outcomes=outcomes[model.path]) for model in new]
-    working = [model for model in new if model.works]
+        models = tuple(m for m in config.models if pyproject.path_of(m) == model.path)
+        try:
+            problems = failed_jobs(replace(config, models=models, unused=()))
+        except (KeyboardInterrupt, Terminated) as error:
+            stopped = error
+            break
+        reasons: dict[str, str] = {}
+        for name, target in ((m.name, target) for m in models for target in m.targets):
+            problem = problems.get((name, target.name))
+            reason = shorten(one_line(problem.message), _MAX_REASON) if problem else ""
+            reasons[target.name] = reasons.get(target.name) or reason
+        all_problems += problems.values()
+        finished.append(replace(model, outcomes=reasons))
+    working = [model for model in finished if model.works]
+    if stopped is not None:
+        left = listing((model.path for model in new[len(finished) :]), _MAX_NAMED)
+        warn(f"stopped; epcontext init --try compiles what is left: {left}")
+        if not working:
+            raise stopped
     if pyproject.table is None and not working:
-        raise BuildError(*problems.values())
-    for failed in (model for model in new if not model.works):
+        raise BuildError(*all_problems)
+    for failed in (model for model in finished if not model.works):
         sizes = f"its sizes are unknown: {'; '.join(failed.questions)}" if failed.questions else ""
         warn(f"{failed.path} is left out: {sizes or failed.refusals}")
-    return working
+    return working, stopped
 
 
 def _usable() -> list[str]:

@@ -28,6 +28,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.tools.adding import (
     NewModel,
     Pyproject,
+    check_names,
     check_targets,
     new_model,
     project_files,
@@ -57,8 +58,12 @@ def command(
     A project of hatchling gets the build requirement and the hook, any other one hatch_epcontext.backend
     around its own build back end. The lines for the app are printed.
 
+    --dim NAME=SIZE fixes the dimension of each model that has it, and --dim MODEL:NAME=SIZE that of one
+    model. epcontext record shows the sizes that your app feeds.
+
     With --try each model is compiled once for each target. It gets the targets that work, with the reason
-    why others refuse it. The target cpu is added, and a model that no target takes is left out.
+    why others refuse it. The target cpu is added, and a model that no target takes is left out. If you stop
+    it, the models that were compiled until then are written; run it again for the others.
     """
     pyproject = Pyproject(Path.cwd())
     use_flag_names({}, "nothing is written")
@@ -70,8 +75,9 @@ def command(
         use_flag_names({m.path: Path(m.path) for m in new}, "nothing is written")
     else:
         use_lines(pyproject.root)
+    check_names(new, of_models)
     new = [
-        replace(model, settings=for_model(name, names, of_models))
+        replace(model, settings=model.own(for_model(name, names, of_models)))
         for model, name in zip(new, names, strict=True)
     ]
     if not new:

@@ -28,6 +28,7 @@ from hatch_epcontext.errors import (
     ROOT,
     BuildError,
     ConfigError,
+    Key,
     Kind,
     Problem,
 )
@@ -37,7 +38,8 @@ from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
 from hatch_epcontext.package.folder import SOURCE_FOLDERS, own_files
 from hatch_epcontext.package.wheel import FOLDER, import_packages
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
-from hatch_epcontext.text import file_name, quoted_key, to_toml
+from hatch_epcontext.text import file_name, quoted_key, suggestion, to_toml
+from hatch_epcontext.tools.configure import MODEL_TABLES
 from hatch_epcontext.tools.inspecting import inspect_model
 from hatch_epcontext.tools.pinning import Table
 from hatch_epcontext.tools.project import HATCHLING, Project, requirements
@@ -78,6 +80,22 @@ class NewModel:
         file = PurePosixPath(file_of(self.path) if self.pinned else self.path)
         folders = [name for name in file.parts[:-1] if name.casefold() not in _NO_NAMES]
         return folders[-1] if folders and file.stem.casefold() == "model" else file.stem
+
+    @property
+    def names(self) -> Mapping[str, set[str]]:
+        """The names that each of `MODEL_TABLES` can have for it."""
+        inputs = {tensor.name for tensor in self.facts.inputs}
+        sizes = {size for tensor in self.facts.inputs for size in tensor.sizes}
+        dims = {size for size in sizes if isinstance(size, str)}
+        return {"dims": dims, "shapes": inputs, "constants": inputs}
+
+    def own(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """``settings`` without the names that only other models have; several shapes are a list."""
+        own = dict(settings)
+        for table, names in self.names.items():
+            if isinstance(values := settings.get(table), Mapping):
+                own[table] = {name: value for name, value in values.items() if name in names}
+        return {key: value for key, value in own.items() if value != {}}
 
     @property
     def works(self) -> list[str]:
@@ -134,6 +152,23 @@ def check_targets(
     if pyproject.table is not None and (providers or target):
         message = "exists already, and targets can only be chosen for a new configuration."
         raise _error(f"[{ROOT}]", message, "Add the target to it by hand.")
+
+
+def check_names(models: Sequence[NewModel], settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the names in ``settings`` that none of ``models`` has, each once."""
+    problems = []
+    for table in MODEL_TABLES:
+        named = [(model.plain_name, name) for model in models for name in model.names[table]]
+        plain = {name for _, name in named}
+        known = plain | {f"{model}:{name}" for model, name in named}
+        values = settings.get(table)
+        for name in sorted((values if isinstance(values, Mapping) else {}).keys() - known):
+            noun = "open dimension" if table == "dims" else "input"
+            hint = suggestion(name, sorted(known if ":" in name else plain)) or None
+            message = f"no model has an {noun} of this name."
+            problems.append(Problem.at(Key() / table / name, Kind.UNKNOWN_INPUT, message, hint))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _text(file: Path) -> str:
@@ -353,6 +388,7 @@ def _size_lines(model: NewModel) -> Iterator[tuple[str, bool, bool]]:
             values = {size for size, _ in notes}
             text = _with_questions(tables[key])
             comment = "; ".join(dict.fromkeys(one_line(note) for _, note in notes))
+            comment += " (epcontext record shows it)" if None in values else ""
             line = f"{key} = {text}" + (f"  # {comment}" if comment else "")
             yield line, None in values, values == {1} and key not in model.settings
 

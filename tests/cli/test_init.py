@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +15,7 @@ from onnx import helper
 
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.providers import PROVIDERS
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, problems
 from tests.conftest import needs_qnn
 from tests.language_models import make_folder
 from tests.models import model, network, parsed, save, value
@@ -132,7 +134,10 @@ def test_a_link_is_taken_and_unknown_sizes_are_asked_for_in_a_comment(
     link.symlink_to(elsewhere)
     printed = cli("init", link, "-p", "qnn").stdout
     assert 'from my_app.epcontext import load\n    session = load("link")\n' in printed
-    question = "dims = { batch = 1, width = ? }  # 1 is a guess; width: which size?"
+    question = (
+        "dims = { batch = 1, width = ? }  # 1 is a guess; width: which size? "
+        "(epcontext record shows it)"
+    )
     assert f"models/link.onnx: {question}" in printed
     # Until its size is known, there are only errors to see.
     assert "--dry-run" not in printed
@@ -248,6 +253,69 @@ def test_a_trial_writes_what_works(cli: Cli, new_project: Path) -> None:
     assert tables["models"][1:] == [{"path": "models/refused.onnx", "targets": ["cpu"]}]
     assert tables["targets"]["cpu"] == {"provider": "cpu"}
     assert cli("build").stderr.count("from the cache") == 3
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+def test_a_trial_that_is_stopped_keeps_what_it_has_compiled(cli: Cli, new_project: Path) -> None:
+    models = new_project / "models"
+    for name in "cdefgh":
+        shutil.copy(models / "a.onnx", models / f"{name}.onnx")
+    arguments = [
+        sys.executable,
+        "-c",
+        "from hatch_epcontext.cli import main; main()",
+        "init",
+        "--try",
+        "-p",
+        "cpu",
+    ]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "b -> cpu" not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == 1
+    assert "stopped; epcontext init --try compiles what is left: " in rest
+    file = new_project / "pyproject.toml"
+    written = [t["path"] for t in parse(file.read_text())["tool"]["epcontext"]["models"]]
+    assert written[0] == "models/a.onnx"
+    assert len(written) < 8
+    assert f"and {written[-1]}" not in rest
+    printed = cli("init", "--try").stdout
+    assert all(f"{name}: works for cpu" not in printed for name in written)
+    assert len(parse(file.read_text())["tool"]["epcontext"]["models"]) == 8
+
+
+def test_a_size_goes_to_the_models_that_have_it_and_an_unknown_name_is_told_once(
+    cli: Cli, new_project: Path
+) -> None:
+    texts = {
+        "a": "(float[batch, length] x) => (float[batch, length] y) {y = Neg(x)}",
+        "b": "(float[batch, length] z) => (float[batch, length] y) {y = Neg(z)}",
+        "c": "(float[width] x) => (float[width] y) {y = Neg(x)}",
+    }
+    for name, text in texts.items():
+        save(parsed(text), new_project / "models" / f"{name}.onnx")
+    wrong = ("--dim", "lenght=3", "--dim", "c:batch=3", "--set", "constants.k=1")
+    result = cli("init", "--try", "-p", "cpu", *wrong, code=2)
+    assert problems(result) == [
+        '--set dims."c:batch": EPC205',
+        "--set dims.lenght: EPC205",
+        "--set constants.k: EPC205",
+    ]
+    assert result.stderr.count("lenght") == 1
+    sizes = ("--dim", "a:length=64", "--dim", "batch=2", "--dim", "width=8")
+    cli("init", "-p", "qnn", *sizes, "--set", "shapes.z=[2, 5]")
+    text = (new_project / "pyproject.toml").read_text(encoding="utf-8")
+    assert [
+        {k: v for k, v in t.items() if k != "path"}
+        for t in parse(text)["tool"]["epcontext"]["models"]
+    ] == [
+        {"dims": {"length": 64, "batch": 2}},
+        {"dims": {"batch": 2}, "shapes": {"z": [2, 5]}},
+        {"dims": {"width": 8}},
+    ]
 
 
 PROJECT_TABLE = '[project]\nname = "my-app"\nversion = "1.0"\ndescription = "An app."\n'

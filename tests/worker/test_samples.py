@@ -11,8 +11,8 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph.facts import Far, Range, TensorFacts
+from hatch_epcontext.worker.inputs import MAX_GIVEN
 from hatch_epcontext.worker.samples import (
-    MAX_GIVEN,
     Sample,
     number_of_frames,
     number_of_samples,
