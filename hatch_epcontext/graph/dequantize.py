@@ -326,9 +326,9 @@ def _moved(
     floats = _stored(scope, name, scale, zero, (axis,), block)
     if floats is None:
         return None
-    names = {name: builder.store(floats)}
-    builder.copy(reversed(moves), names, _SUFFIX)
-    return names[value]
+    copied = {name: builder.store(floats)}
+    builder.copy(reversed(moves), copied, _SUFFIX)
+    return copied[value]
 
 
 def _constant(scope: Scope, name: str, default: float) -> Array | None:

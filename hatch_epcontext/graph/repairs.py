@@ -9,8 +9,8 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import (
     Builder,
     copy_of,
-    remove_unused,
     name_graph_anew,
+    remove_unused,
     set_nodes,
 )
 
