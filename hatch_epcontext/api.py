@@ -137,8 +137,6 @@ def compile_models(
     ... )  # doctest: +SKIP
     >>> [file.name for file in result.files]  # doctest: +SKIP
     ['digits_ctx_qnn.bin', 'digits_ctx.onnx']
-    >>> result.report.jobs[0].models[0].validation.status  # doctest: +SKIP
-    <ValidationStatus.RAN: 'ran'>
     """
     output = Path(output)
     named = _by_name(models, output)

@@ -86,6 +86,7 @@ class Resolver:
         for index, item in enumerate(self._table.models):
             for key, table, path in (yield from self._model_files(Key(("models", index)), item)):
                 models.append((yield from self._model(key, table, path)))
+        # The whole configuration is right or wrong, whatever is selected.
         yield from _check_model_names([size for model in models for size in expand(*model)])
         return [size for model, table in models for size in expand(self._selected(model), table)]
 

@@ -42,7 +42,7 @@ from hatch_epcontext.jobs.sources import cut_plan, unknown_outputs
 from hatch_epcontext.jobs.steps import validate_moved
 from hatch_epcontext.package.folder import damaged_files
 from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, Variant
-from hatch_epcontext.providers import PROVIDERS, Provider, Tolerance, find
+from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
 from hatch_epcontext.text import listing, show, suggestion
 from hatch_epcontext.tools.configure import configure, name_models, nested
@@ -261,36 +261,35 @@ def _run(
     to_run = configured.to_run_on(job.target)
     # The source gets the shapes of the compiled model.
     to_run = replace(to_run, shapes={**_fixed_shapes(model.inputs), **to_run.shapes})
-    tolerance = configured.tolerance_for(job.target) if compare else None
-    return _run_moved(
-        path, model, to_run, job.target, tolerance, workers, str(path), compare=compare
-    )
+    return _run_moved(_Opened(path, model, str(path)), to_run, job.target, workers, compare=compare)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The artifact at ``path`` with its facts; messages say ``location``. A variant has a ``folder``."""
+
+    path: Path
+    facts: InspectReply
+    location: str
+    folder: Path | None = None
 
 
 def _run_moved(
-    path: Path,
-    model: InspectReply,
-    to_run: Model,
-    target: Target,
-    tolerance: Tolerance | None,
-    workers: Workers,
-    location: str,
-    *,
-    compare: bool,
-    folder: Path | None = None,
+    opened: _Opened, to_run: Model, target: Target, workers: Workers, *, compare: bool
 ) -> Validation:
-    """Run the artifact at ``path`` on ``target``, from a moved copy of its files, or of its ``folder``.
+    """Run the artifact on ``target``, from a moved copy of its files, or of its folder.
 
     ``to_run``: the source to ``compare`` with, or the artifact itself. Raises UnavailableError if it cannot
     be run here, and BuildError if it fails.
     """
-    provider = target.provider
-    if reason := reason_not_to_run(provider) or _reason_not_to_open(path, model, provider):
+    provider, facts, location = target.provider, opened.facts, opened.location
+    if reason := reason_not_to_run(provider) or _reason_not_to_open(opened.path, facts, provider):
         raise _not_run(reason, location)
+    tolerance = to_run.tolerance_for(target) if compare else None
     with temp_dir() as staging:
         moved = staging / "moved"
-        name = _copy(path, model, moved, folder)
-        context = Context(to_run.name, name, model.inputs, model.outputs)
+        name = _copy(opened, moved)
+        context = Context(to_run.name, name, facts.inputs, facts.outputs)
         request = ValidateRequest(to_run, target, context, str(moved), tolerance)
 
         numbers = itertools.count()
@@ -315,12 +314,13 @@ def _run_moved(
     return validation
 
 
-def _copy(path: Path, model: InspectReply, moved: Path, folder: Path | None) -> str:
-    """Put the ONNX file at ``path`` and all files that it names into ``moved``; returns its path there.
+def _copy(opened: _Opened, moved: Path) -> str:
+    """Put the ONNX file and all files that it names into ``moved``; returns its path there.
 
-    A context model in a ``folder`` of its own gets all files of that: an EP may look for some that no node
+    A context model in a folder of its own gets all files of that: an EP may look for some that no node
     names.
     """
+    path, model, folder = opened.path, opened.facts, opened.folder
     if folder is not None and model.contexts:
         # What a link names, because the copy is elsewhere.
         shutil.copytree(
@@ -482,17 +482,8 @@ def _validate_variant(
                 **_fixed_shapes(opened.inputs),
             },
         )
-        return _run_moved(
-            file,
-            opened,
-            to_run,
-            target,
-            model.tolerance_for(target) if reference else None,
-            workers,
-            location,
-            compare=reference is not None,
-            folder=folder / variant.variant_directory,
-        )
+        own = _Opened(file, opened, location, folder / variant.variant_directory)
+        return _run_moved(own, to_run, target, workers, compare=reference is not None)
 
     return replace(result, model=opened, validation=_validate(mode, run, location))
 
