@@ -57,10 +57,13 @@ BORDER = {
 They import no other ones of ``worker`` and ``graph``, not even in functions: nothing there needs onnx.
 """
 
+COMPARED = ("ort_values", "samples", "synthetic")
+"""The modules of ``worker`` that make and hold what a comparison compares, and know as little."""
+
 COMPARISON = {
     "graph",
     "providers",
-    *(f"worker.{name}" for name in ("comparison", "ort_values", "results", "samples", "session")),
+    *(f"worker.{name}" for name in ("comparison", "results", "session", *COMPARED)),
 }
 """What a comparison imports: graphs, limits, what runs samples; no configuration, problems or progress."""
 
@@ -146,9 +149,11 @@ def test_workers_are_started_and_never_imported() -> None:
 
 
 def test_a_comparison_knows_arrays_and_limits_and_no_configuration() -> None:
+    worker = PACKAGE / "worker"
+    modules = (worker / f"{name}.py" for name in COMPARED)
     outside = {
         name_of(module): others
-        for module in (PACKAGE / "worker" / "comparison").glob("*.py")
+        for module in (*(worker / "comparison").glob("*.py"), *modules)
         if (others := {name for name in imported(module) if not _may_be_compared_with(name)})
     }
     assert not outside, f"{outside}. Actions take from a Model what is compared, and write advice."

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from zipfile import BadZipFile, is_zipfile
 
@@ -23,9 +24,8 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import Range, Size, TensorFacts
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.synthetic import RANDOM, Pattern, assumed_range, values
-
-_SEED = 20240229
+from hatch_epcontext.worker.samples import MANY, Sample, given_samples, samples
+from hatch_epcontext.worker.synthetic import RANDOM, generated_inputs, generator
 
 _SAME = {"zeros": Range(0.0, 0.0, known=False), "ones": Range(1.0, 1.0, known=False)}
 """The ranges of inputs whose values are all the same, whatever the graph requires."""
@@ -57,8 +57,8 @@ def check_inputs(
             # If they can be read for open sizes, nothing but their sizes is wrong.
             problem = None
             with contextlib.suppress(ModelError):
-                samples = itertools.islice(read_samples(path, open_inputs, key), MAX_GIVEN)
-                problem = _other_sizes(samples, open_inputs, model)
+                read = itertools.islice(read_samples(path, open_inputs, key), MAX_GIVEN)
+                problem = _other_sizes(read, open_inputs, model)
             if problem is not None:
                 raise ModelError(problem) from None
             raise
@@ -83,11 +83,11 @@ def check_inputs(
 
 
 def _other_sizes(
-    samples: Iterable[tuple[str, Mapping[str, Array]]], inputs: Sequence[TensorFacts], model: Model
+    named: Iterable[tuple[str, Mapping[str, Array]]], inputs: Sequence[TensorFacts], model: Model
 ) -> Problem | None:
-    """The problem of ``samples`` that have other sizes than ``model`` gives to its open ``inputs``."""
+    """The problem of ``named`` samples that have other sizes than ``model`` gives to its open ``inputs``."""
     sizes: dict[Key, list[Any]] = {}
-    for _, sample in samples:
+    for _, sample in named:
         for tensor, own in zip(inputs, sized(inputs, model), strict=True):
             shape = sample[tensor.name].shape
             for axis, (name, size, fed) in enumerate(
@@ -164,29 +164,25 @@ def dummy_inputs(
     return generated_inputs(RANDOM, sized(inputs, model), ranges or {}, generator())
 
 
-def generator(number: int = 0) -> np.random.Generator:
-    """Random numbers that are the same in every run, for the sample with this ``number``."""
-    return np.random.default_rng([_SEED, number] if number else _SEED)
-
-
-def generated_inputs(
-    pattern: Pattern,
-    inputs: Iterable[TensorFacts],
+def samples_of(
+    inputs: Sequence[TensorFacts],
+    model: Model,
     ranges: Mapping[str, Range],
-    rng: np.random.Generator,
-    *,
-    frames: int | None = None,
-) -> dict[str, Array]:
-    """Return synthetic values for ``inputs``, which are `sized`; see `dummy_inputs`.
+    multiply_adds: int = 1,
+    states: Mapping[str, str] = MappingProxyType({}),
+    most: int = MANY,
+) -> tuple[Sample, ...]:
+    """Return different samples, the first of which is what `dummy_inputs` returns.
 
-    With ``frames`` the arrays have a first axis of that size, along which signals continue.
+    Of given files they are the first `MAX_GIVEN`, else see `samples`. Raises ModelError as `dummy_inputs`
+    does.
     """
-    if frames is not None:
-        inputs = [replace(tensor, shape=(frames, *tensor.sizes)) for tensor in inputs]
-    return {
-        tensor.name: values(pattern, tensor, ranges.get(tensor.name) or assumed_range(tensor), rng)
-        for tensor in inputs
-    }
+    kind = model.validate.inputs
+    if kind in SYNTHETIC:
+        first = Sample(kind, (dummy_inputs(inputs, model, ranges),), kind)
+        return samples(first, sized(inputs, model), ranges, multiply_adds, states, most)
+    read = read_samples(Path(kind), inputs, _key(model))
+    return given_samples([*itertools.islice(read, MAX_GIVEN)], states)
 
 
 def sized(inputs: Sequence[TensorFacts], model: Model) -> list[TensorFacts]:

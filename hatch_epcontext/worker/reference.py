@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -43,11 +43,11 @@ from hatch_epcontext.worker.comparison.runs import (
     values_of,
     with_telling,
 )
-from hatch_epcontext.worker.inputs import constant
+from hatch_epcontext.worker.inputs import constant, samples_of
 from hatch_epcontext.worker.noise import compared, with_noise
 from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement
-from hatch_epcontext.worker.samples import MANY, SOME, Sample, run_samples, samples
+from hatch_epcontext.worker.samples import MANY, SOME, Sample, run_samples
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.source import ranges_for, running_source, typed_graph
 from hatch_epcontext.worker.states import state_pairs
@@ -89,6 +89,7 @@ def reference(
     """
     inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
     states = state_pairs(fixed, model.validate.states, model.key / "validate" / "states")
+    synthetic = model.validate.inputs in SYNTHETIC
     announce("opening the source model on the CPU")
     with running_source(model, fixed):
         chosen = find_selections(fixed)
@@ -100,43 +101,43 @@ def reference(
         ranges = ranges_for(folded, inputs, model)
         names = [value.name for value in fixed.graph.output]
         for most in (MANY,) if emulated else (SOME, MANY):
-            feeds = samples(inputs, model, ranges, cost, states, most)
+            feeds = samples_of(inputs, model, ranges, cost, states, most)
             announce("running the source model on the CPU")
-            runs = run_samples(cpu.run, feeds, model)
+            runs = run_samples(cpu.run, feeds, synthetic=synthetic)
             if all(tells(name, runs) for name in names):
                 break
         outputs = output_facts(typed, chosen.reads, opset) | output_facts(folded, names, opset)
         random = cpu.random(runs[0])
-        is_fixed = all(tensor.is_fixed for tensor in inputs)
-        batch = cpu.batch(runs) if is_fixed and cost < _SLOW else {}
-        runs = _choose(runs, outputs, synthetic=model.validate.inputs in SYNTHETIC)
-        longest = max(runs, key=lambda run: len(run.frames))
-        left = cpu.left_of(longest) if len(longest.frames) > 1 and not chosen.values else 0.0
+        has_batch = all(tensor.is_fixed for tensor in inputs) and cost < _SLOW
+        batch = cpu.batch(runs) if has_batch else {}
+        runs = _choose(runs, outputs, synthetic=synthetic)
+        is_lasting = not chosen.values and cpu.is_lasting(runs)
     reasons = dict(_inconclusive(runs, Scope(fixed.graph)))
-    facts = Facts(
-        states,
-        {
-            name: replace(
-                facts,
-                is_state=name in states.values(),
-                is_random=name in random,
-                inconclusive="" if name in random else reasons.get(name, ""),
-            )
-            for name, facts in outputs.items()
-        },
-        chosen,
-        left > _LASTS,
-        batch=batch,
-        ranges=ranges,
-    )
-    return Reference(tuple(runs), facts)
+    outputs = _with_behaviour(outputs, states, random, reasons)
+    return Reference(tuple(runs), Facts(states, outputs, chosen, is_lasting, None, batch, ranges))
+
+
+def _with_behaviour(
+    outputs: Mapping[str, OutputFacts],
+    states: Mapping[str, str],
+    random: Container[str],
+    reasons: Mapping[str, str],
+) -> dict[str, OutputFacts]:
+    """``outputs``, with which of them are states or random, and why others are inconclusive."""
+    return {
+        name: replace(
+            facts,
+            is_state=name in states.values(),
+            is_random=name in random,
+            inconclusive="" if name in random else reasons.get(name, ""),
+        )
+        for name, facts in outputs.items()
+    }
 
 
 @dataclass(frozen=True)
 class _SourceSession:
-    """The model ``source`` in a session that also returns the values ``inner``; ``frozen``: its constants;
-    ``opened``: for messages.
-    """
+    """The model ``source`` in a session that also returns the values ``inner``."""
 
     session: ort.InferenceSession
     source: onnx.ModelProto
@@ -234,7 +235,12 @@ class _SourceSession:
             if -1 not in axes.values():
                 yield axes
 
-    def left_of(self, run: ReferenceRun) -> float:
+    def is_lasting(self, runs: Sequence[ReferenceRun]) -> bool:
+        """Whether a difference in the first states lasts for the frames of the longest of ``runs``."""
+        longest = max(runs, key=lambda run: len(run.frames))
+        return len(longest.frames) > 1 and self._left_of(longest) > _LASTS
+
+    def _left_of(self, run: ReferenceRun) -> float:
         """The part of a difference in the first states that is left after the frames of ``run``.
 
         Means and counters keep it; the gates of LSTMs turn it into other differences.

@@ -6,23 +6,12 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from hatch_epcontext.config.settings import SYNTHETIC, Model
-from hatch_epcontext.errors import ModelError
 from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.worker.inputs import (
-    MAX_GIVEN,
-    dummy_inputs,
-    generated_inputs,
-    generator,
-    read_samples,
-    sized,
-)
 from hatch_epcontext.worker.results import FEW_SAMPLES
 from hatch_epcontext.worker.synthetic import (
     FAINT,
@@ -30,6 +19,8 @@ from hatch_epcontext.worker.synthetic import (
     Pattern,
     assumed_range,
     far_values,
+    generated_inputs,
+    generator,
     patterns,
 )
 
@@ -96,45 +87,39 @@ def number_of_frames(multiply_adds: int) -> int:
 
 
 def samples(
+    first: Sample,
     inputs: Sequence[TensorFacts],
-    model: Model,
     ranges: Mapping[str, Range],
-    multiply_adds: int = 1,
-    states: Mapping[str, str] | None = None,
-    most: int = MANY,
+    multiply_adds: int,
+    states: Mapping[str, str],
+    most: int,
 ) -> tuple[Sample, ...]:
-    """Return different samples, the first of which is what `dummy_inputs` returns.
+    """Return different synthetic samples for ``inputs`` that have sizes: ``first``, and others.
 
-    Their number follows from the ``multiply_adds`` of one frame, up to ``most``. There is only one if the
-    inputs of ``model`` are zeros or ones, or if a sample is large; of given files the first `MAX_GIVEN` are
-    used. If there are ``states``, sequences of frames are added. ``ranges``: of the numeric inputs. Raises
-    ModelError as `dummy_inputs` does.
+    Their number follows from the ``multiply_adds`` of one frame, up to ``most``. There is only one if
+    it is zeros or ones, or large. If there are ``states``, sequences of frames are
+    added. ``ranges``: of the numeric inputs.
     """
-    kind = model.validate.inputs
-    if kind not in SYNTHETIC:
-        read = read_samples(Path(kind), inputs, model.key / "validate" / "inputs")
-        named = list(itertools.islice(read, MAX_GIVEN))
-        single = len(named) == 1
-        from_files = [Sample("given" if single else name, (feeds,), name) for name, feeds in named]
-        return (*from_files, *(sequences(from_files, states) if states else ()))
-    first = dummy_inputs(inputs, model, ranges)
-    result = [Sample(kind, (first,), kind)]
-    if kind != "random":
-        if states:
-            frames = _same_frames(first, states, begin=True)
-            result.append(Sample(f"{FRAMES} frames", frames, kind))
-        return tuple(result)
-    if sum(array.nbytes for array in first.values()) > _MAX_BYTES:
-        return tuple(result)
+    if first.nature != "random":
+        frames = _same_frames(first.feeds, states, begin=True)
+        same = Sample(f"{FRAMES} frames", frames, first.nature)
+        return (first, same) if states else (first,)
+    if sum(array.nbytes for array in first.feeds.values()) > _MAX_BYTES:
+        return (first,)
     number = min(most, number_of_samples(multiply_adds * (FRAMES if states else 1)))
-    result += itertools.islice(
-        _varied(result[0], sized(inputs, model), ranges, states or {}), number - 1
-    )
+    result = [first, *itertools.islice(_varied(first, inputs, ranges, states), number - 1)]
     if states:
         result[1:1] = _mixed(result, states, number_of_frames(multiply_adds))
     most_far = max(2, number // MAX_FAR)
-    far = _far(sized(inputs, model), ranges, states or {})
-    return (*result, *itertools.islice(far, min(MAX_FAR, most_far)))
+    return (*result, *itertools.islice(_far(inputs, ranges, states), min(MAX_FAR, most_far)))
+
+
+def given_samples(
+    named: Sequence[tuple[str, Arrays]], states: Mapping[str, str]
+) -> tuple[Sample, ...]:
+    """The ``named`` samples of files, and the `sequences` of these if there are ``states``."""
+    result = [Sample("given" if len(named) == 1 else name, (feeds,), name) for name, feeds in named]
+    return (*result, *(sequences(result, states) if states else ()))
 
 
 def _varied(
@@ -268,20 +253,18 @@ def _digest(frames: Sequence[Arrays]) -> int:
     )
 
 
-def run_samples(run: Callable[[Sample], T], feeds: Iterable[Sample], model: Model) -> list[T]:
-    """Return the result of ``run`` for each of ``feeds``, which are `samples` of ``model``.
+def run_samples(run: Callable[[Sample], T], feeds: Iterable[Sample], *, synthetic: bool) -> list[T]:
+    """Return the result of ``run`` for each of ``feeds``.
 
-    Raises what ``run`` raises, but not for synthetic samples after the first: they may be extremes that the
-    graph rejects, although its ranges do not show it.
+    Raises what ``run`` raises, but not for ``synthetic`` samples after the first: they may be extremes that
+    the graph rejects, although its ranges do not show it.
     """
     first, *others = feeds
     results = [run(first)]
     for sample in others:
         try:
             results.append(run(sample))
-        except ModelError:
-            raise
         except Exception:
-            if model.validate.inputs not in SYNTHETIC:
+            if not synthetic:
                 raise
     return results

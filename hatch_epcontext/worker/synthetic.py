@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from hatch_epcontext.graph.dtypes import Array, Numbers, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import DEVIATIONS
+
+_SEED = 20240229
 
 _WORDS = ("alpha", "beta")
 
@@ -84,6 +86,31 @@ def values(pattern: Pattern, facts: TensorFacts, range_: Range, rng: np.random.G
             usual[..., shape[-1] - shape[-1] // 2 :] = range_.low
         return usual.astype(dtype)
     return np.asarray(_of_range(pattern, shape, range_, rng)).astype(dtype)
+
+
+def generator(number: int = 0) -> np.random.Generator:
+    """Random numbers that are the same in every run, for the sample with this ``number``."""
+    return np.random.default_rng([_SEED, number] if number else _SEED)
+
+
+def generated_inputs(
+    pattern: Pattern,
+    inputs: Iterable[TensorFacts],
+    ranges: Mapping[str, Range],
+    rng: np.random.Generator,
+    *,
+    frames: int | None = None,
+) -> dict[str, Array]:
+    """Return synthetic values for ``inputs``, whose open dimensions have the size 1; see `values`.
+
+    With ``frames`` the arrays have a first axis of that size, along which signals continue.
+    """
+    if frames is not None:
+        inputs = [replace(tensor, shape=(frames, *tensor.sizes)) for tensor in inputs]
+    return {
+        tensor.name: values(pattern, tensor, ranges.get(tensor.name) or assumed_range(tensor), rng)
+        for tensor in inputs
+    }
 
 
 def _of_range(

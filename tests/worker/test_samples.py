@@ -9,15 +9,14 @@ import pytest
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
-from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.facts import Far, Range, TensorFacts
-from hatch_epcontext.worker.inputs import MAX_GIVEN
+from hatch_epcontext.worker.inputs import MAX_GIVEN, samples_of
 from hatch_epcontext.worker.samples import (
     Sample,
     number_of_frames,
     number_of_samples,
     run_samples,
-    samples,
     sequences,
 )
 
@@ -36,7 +35,7 @@ def spec(inputs: object = "random") -> Model:
 def fed(
     inputs: Sequence[TensorFacts], ranges: dict[str, Range], multiply_adds: int = 1
 ) -> tuple[Sample, ...]:
-    return samples(inputs, spec(), ranges, multiply_adds)
+    return samples_of(inputs, spec(), ranges, multiply_adds)
 
 
 def test_samples_are_different_and_the_same_in_every_run() -> None:
@@ -125,7 +124,7 @@ def test_ids_have_the_special_tokens() -> None:
 def test_states_are_zero_in_the_first_frame_and_fed_back_then() -> None:
     ranges = {"x": OPEN, "h": OPEN}
     inputs = [X, TensorFacts("h", "float32", (1, 4))]
-    first, second, third, *_ = samples(inputs, spec(), ranges, 10**6, {"h": "h1"})
+    first, second, third, *_ = samples_of(inputs, spec(), ranges, 10**6, {"h": "h1"})
     assert len(first.frames) == 1
     assert [*second.frames[0]] == ["h", "x"] or [*second.frames[0]] == ["x", "h"]
     assert not second.frames[0]["h"].any()
@@ -165,14 +164,14 @@ def test_usual_values_stay_and_padding_is_masked_once() -> None:
 
 @pytest.mark.parametrize("inputs", ["zeros", "ones"])
 def test_chosen_values_are_the_only_sample(inputs: str) -> None:
-    (sample,) = samples([X], spec(inputs), {})
+    (sample,) = samples_of([X], spec(inputs), {})
     assert (sample.name, sample.usual) == (inputs, True)
     assert set(sample.feeds["x"].ravel().tolist()) == {float(inputs == "ones")}
 
 
 def test_an_archive_of_very_many_samples_is_read_in_part(tmp_path: Path) -> None:
     np.savez(tmp_path / "all.npz", x=np.zeros((MAX_GIVEN + 3, 2, 50), np.float32))
-    found = samples([X], spec(tmp_path / "all.npz"), {})
+    found = samples_of([X], spec(tmp_path / "all.npz"), {})
     assert [found[0].name, found[-1].name] == ["all[0]", f"all[{MAX_GIVEN - 1}]"]
 
 
@@ -192,22 +191,22 @@ def test_extremes_that_fail_are_left_out() -> None:
             raise RuntimeError("refused")
         return sample.name
 
-    found = run_samples(run, samples([X], spec(), {"x": OPEN}, 10**11), spec())
+    found = run_samples(run, samples_of([X], spec(), {"x": OPEN}, 10**11), synthetic=True)
     names = ("random", "zeros at 1", "tone at 0.1", "low tone at 1", "decay at 0.1", "burst at 1")
     assert found == list(names)
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("no"), ModelError(Problem(Kind.WORKER_TIMEOUT, "", "no"))]
-)
-def test_other_errors_are_raised_at_once(error: Exception) -> None:
+@pytest.mark.parametrize(("synthetic", "failing"), [(True, 1), (False, 2)])
+def test_errors_of_the_first_sample_and_of_given_ones_are_raised(
+    *, synthetic: bool, failing: int
+) -> None:
     names = []
 
     def run(sample: Sample) -> None:
         names.append(sample.name)
-        if isinstance(error, ModelError) <= (len(names) == 2):
-            raise error
+        if len(names) == failing:
+            raise RuntimeError("no")
 
-    with pytest.raises(type(error), match="no"):
-        run_samples(run, samples([X], spec(), {"x": OPEN}), spec())
-    assert len(names) == (2 if isinstance(error, ModelError) else 1)
+    with pytest.raises(RuntimeError, match="no"):
+        run_samples(run, samples_of([X], spec(), {"x": OPEN}), synthetic=synthetic)
+    assert len(names) == failing

@@ -12,8 +12,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph
-from hatch_epcontext.worker.inputs import dummy_inputs
-from hatch_epcontext.worker.samples import samples
+from hatch_epcontext.worker.inputs import dummy_inputs, samples_of
 from hatch_epcontext.worker.source import check_ranges, fix_inputs, ranges_for, typed_graph
 from tests.models import of_any_rank, parsed, shapes
 
@@ -152,13 +151,13 @@ def test_all_samples_are_within_the_ranges_that_the_app_keeps() -> None:
     inputs = [graph.facts(value) for value in graph.inputs(made.graph)]
     check_ranges(made, settings)
     ranges = ranges_for(typed_graph(made, settings), inputs, settings)
-    for sample in samples(inputs, settings, ranges):
+    for sample in samples_of(inputs, settings, ranges):
         assert not sample.far
         assert sample.feeds["i"].min() >= -3
         assert sample.feeds["i"].max() <= 999
         assert sample.feeds["x"].min() >= 0.5
         assert sample.feeds["x"].max() <= 2
-    first = samples(inputs, settings, ranges)[0].feeds["i"]
+    first = samples_of(inputs, settings, ranges)[0].feeds["i"]
     assert (first.min(), first.max()) == (-3, 999)
 
 

@@ -52,18 +52,14 @@ def handle(request: PrepareRequest) -> Prepared:
     """
     model, folder = request.model, Path(request.folder)
     announce("reading the model")
-    onnx_model, fixed = _write_fixed(request, folder)
+    onnx_model, integers = _write_fixed(request, folder)
     nodes_before = len(graph.compute_nodes(onnx_model.graph))
     # A folder of its own, because beside the fixed model are links to the source's data.
     own = Path(tempfile.mkdtemp(prefix="simplified-", dir=folder))
-    integers = fixed
     form, fixed, undone = _dequantize(integers, own, request)
     done = None if fixed == form else "dequantized"
-    result = own / f"{model.name}.onnx"
-    announce(f"simplifying the model ({request.simplifier})")
     try:
-        if (simplified := _simplify(fixed, result, request)) is None:
-            result = fixed
+        result, simplified = _simplify(fixed, own, request)
     except Exception:
         # The simplifier is not the cause if the source itself cannot be run.
         _reference(request, onnx_model, integers, form, None)
@@ -175,17 +171,20 @@ def _reference(
     )
 
 
-def _simplify(fixed: Path, result: Path, request: PrepareRequest) -> ort.InferenceSession | None:
-    """Write the simplified model to ``result``; returns a session that runs it, None for ``"none"``."""
+def _simplify(
+    fixed: Path, own: Path, request: PrepareRequest
+) -> tuple[Path, ort.InferenceSession | None]:
+    """The simplified model, in the folder ``own``, with a session that runs it; or ``fixed`` without one."""
     if request.simplifier == "none":
-        return None
-    source = fixed
+        return fixed, None
+    announce(f"simplifying the model ({request.simplifier})")
+    source, result = fixed, own / f"{request.model.name}.onnx"
     if request.simplifier == "onnxslim":
         import onnxslim
 
         source = result.with_suffix(".slim")
         external.save_whole(onnxslim.slim(external.load_whole(fixed)), source)
-    return optimize(source, result, "basic", fuse=request.fuse)
+    return result, optimize(source, result, "basic", fuse=request.fuse)
 
 
 def _folded_constants(
