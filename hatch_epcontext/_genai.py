@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -26,6 +27,20 @@ class GenaiFolder(NamedTuple):
     folder: str
     overlay: str
     target: str
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a prompt and its answer, whatever fills the last chunk of the prompt."""
+        own = json.loads(Path(self.folder, _CONFIG).read_bytes())
+        overlay = json.loads(self.overlay)
+        window = own["model"]["decoder"].get("sliding_window") or {}
+        window = {**window, **overlay["model"].get("decoder", {}).get("sliding_window", {})}
+        length = own["model"]["context_length"]
+        search = {**own.get("search", {}), **overlay.get("search", {})}
+        most = int(search.get("max_length") or length)
+        return (
+            most - window["window_size"] + 1 if window.get("slide_inputs", bool(window)) else most
+        )
 
     def config(self) -> Any:
         """The ``onnxruntime_genai.Config`` for ``onnxruntime_genai.Model``."""

@@ -18,8 +18,16 @@ from onnx import TensorProto, helper, numpy_helper
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, INNER = 259, 32, 2, 2, 1, 16, 64
 CONTEXT, BLOCK = 256, 32
 
-PROMPTS = ("", "a", "Hello", "x" * 61, "y" * 63, "What is the capital of France? " * 4)
-"""Prompts of 1 to 125 tokens, with the first token."""
+PROMPTS = (
+    "",
+    "a",
+    "x" * 61,
+    "y" * 63,
+    "yes " * 16,
+    "Hello</s><s>A model.</s><s>Why? " * 4,
+    "n" * 147,
+)
+"""Prompts of 1 to 148 tokens, with the first token: also a whole chunk, one more, and several turns."""
 
 
 def make_folder(

@@ -18,6 +18,7 @@ from hatch_epcontext.config.genai_config import (
     read_document,
     value_at,
 )
+from hatch_epcontext.config.genai_tokenizer import choose_filler
 from hatch_epcontext.config.settings import Model, ShapeSet
 from hatch_epcontext.config.tables import FallbackTable, ModelTable, TargetTable
 from hatch_epcontext.config.targets import NamedTarget
@@ -73,10 +74,36 @@ def read_folder(
         yield Problem.at(key / name, Kind.INVALID_FOLDER, message, hint)
     if faults or config is None:
         return folder / "model.onnx", table, None
+    filler = None
+    if config.cached or _has_fixed(changed):
+        filler = yield from _filler(key, folder, config)
     main, *_ = config.files.values()
     beside = tuple(name for name in files if name != main)
-    genai = Genai(config, beside, table.context_length, table.chunk)
+    genai = Genai(config, beside, table.context_length, table.chunk, filler)
     return folder / main, dataclasses.replace(table, targets=changed), genai
+
+
+def _has_fixed(changed: Mapping[str, Any]) -> bool:
+    """Whether one of the ``changed`` targets needs fixed sizes."""
+    return any(target.static_shapes for target in changed.values() if target)
+
+
+def _filler(key: Key, folder: Path, config: GenaiConfig) -> Diagnosed[int | None]:
+    """The token that fills what a prompt leaves of a chunk."""
+    try:
+        filler = choose_filler(folder, config.content)
+    except ValueError as error:
+        message, hint = f"{error}.", "Fetch it again from where the model comes from."
+        yield Problem.at(key / "path", Kind.INVALID_FOLDER, message, hint)
+        return None
+    if filler.token is None:
+        message = (
+            f"{GENAI_CONFIG} has the pad_token_id {show(config.content.get('pad_token_id'))}, "
+            f"{filler.reason}. It fills chunks of prompts, and the tokenizer has no token that no text gives."
+        )
+        hint = "Set it to a token that no prompt has, and eos_token_id to the end of an answer."
+        yield Problem.at(key / "path", Kind.INVALID_FOLDER, message, hint)
+    return filler.token
 
 
 _Fault = tuple[str, str, str]
@@ -169,12 +196,7 @@ def _faults(
             f"is {length}, and model.context_length in {GENAI_CONFIG} {config.context_length}."
         )
         yield "context-length", message, "Lower it."
-    fixed = any(own.static_shapes for own in changed.values() if own)
-    if (fixed or config.cached) and (reason := _not_a_filler(config.content)):
-        message = f"{GENAI_CONFIG} has the pad_token_id {show(config.content.get('pad_token_id'))}, {reason}."
-        hint = "Set it to a token that no prompt has, and eos_token_id to the end of an answer."
-        yield "path", message, hint
-    if fixed and not config.cached:
+    if _has_fixed(changed) and not config.cached:
         if "position_ids" in config.inputs:
             message = (
                 f"{GENAI_CONFIG} has an input position_ids, which no stage of fixed sizes gets."
@@ -202,21 +224,6 @@ def _faults_of_tokenizer(config: GenaiConfig, files: list[str]) -> Iterator[_Fau
         missing = listing(show(name) for name in needed if name not in files)
         message = f"has no tokenizer for onnxruntime-genai: {missing} is missing."
         yield "path", message, "Fetch it from where the model comes from."
-
-
-def _not_a_filler(content: Mapping[str, Any]) -> str:
-    """Why the ``pad_token_id`` cannot fill the rest of a chunk, as the end of a sentence; empty if it can."""
-    pad = content.get("pad_token_id")
-    bos, eos = (content.get(f"{name}_token_id") for name in ("bos", "eos"))
-    if type(pad) is not int or not 0 <= pad < content["vocab_size"]:
-        return f"which is none of the {content['vocab_size']} tokens (vocab_size)"
-    if pad in (bos if isinstance(bos, list) else [bos]):
-        return f"and prompts begin with {show(bos)} (bos_token_id)"
-    ends = eos if isinstance(eos, list) else [eos]
-    if pad in ends:
-        return f"and each turn of a conversation ends with {show(eos)} (eos_token_id)"
-    is_none = not any(type(end) is int for end in ends)
-    return "which onnxruntime-genai takes for the missing eos_token_id" if is_none else ""
 
 
 def _libraries(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -272,7 +279,7 @@ def stages(model: Model) -> tuple[Model, ...]:
             own["path"] = model.path.parent / config.files[name]
         else:
             inputs = (config.inputs["input_ids"], *config.past)
-            shapes = config.shapes(int(name), genai.length, 0)
+            shapes = config.shapes(int(name), genai.slots, 0)
             own |= {"cut": Cut(inputs, lengths=True), "shapes": {n: shapes[n] for n in inputs}}
         models.append(dataclasses.replace(model, name=f"{model.name}.{name}", **common, **own))
     # Apps try the targets in the order of the models.

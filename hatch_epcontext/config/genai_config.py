@@ -69,6 +69,22 @@ class GenaiConfig:
         return model
 
     @property
+    def chunk(self) -> int:
+        """The tokens of a prompt that the folder's own pipeline gets at once; 0 for all."""
+        window = self._window
+        return window["window_size"] if window.get("slide_inputs", True) and window else 0
+
+    @property
+    def window(self) -> int:
+        """The tokens that layers with a cache of their own size look back; 0 without such layers."""
+        return 0 if self.chunk else self._window.get("window_size", 0)
+
+    @property
+    def _window(self) -> Mapping[str, Any]:
+        window: Mapping[str, Any] = self.content["decoder"].get("sliding_window") or {}
+        return window
+
+    @property
     def dummy_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes that fit each other; a pipeline, whose stages are fixed, has none."""
         return {} if self.cached else self.shapes(_TOKENS, _PAST, _PAST + _TOKENS)
@@ -87,20 +103,29 @@ class Genai:
 
     ``config``: what the folder says of it. ``beside``: the other files of the folder, by their paths in it.
     ``context_length``: the most tokens of a prompt and its answer; None for the folder's own. ``chunk``: the
-    most tokens of a prompt at once, for EPs with fixed sizes. ``stage``: the name of the stage of genai's
-    pipeline, if the model is no more than that.
+    most tokens of a prompt at once, for EPs with fixed sizes. ``filler``: the token that fills the rest of a
+    chunk, None where nothing has chunks. ``stage``: the name of the stage of genai's pipeline, if the model
+    is no more than that.
     """
 
     config: GenaiConfig
     beside: tuple[str, ...]
     context_length: int | None = None
     chunk: int = 64
+    filler: int | None = None
     stage: str = ""
 
     @property
     def length(self) -> int:
         """The most tokens of a prompt and its answer."""
         return self.context_length or self.config.context_length
+
+    @property
+    def slots(self) -> int:
+        """The slots of the cache in stages of fixed sizes, which what fills the last chunk also takes."""
+        if self.config.cached:
+            return self.length
+        return min(self.length + self.chunk, self.config.context_length)
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -112,12 +137,25 @@ class Genai:
         return self.config.cached or (str(self.chunk), "1")
 
     @property
+    def plain_overlay(self) -> dict[str, dict[str, Any]]:
+        """What the folder itself needs on the CPU."""
+        # onnxruntime-genai refuses a cache below the attention's window.
+        most = min(max(self.length, self.config.window), self.config.context_length)
+        return self._limits(most, has_chunks=bool(self.config.cached))
+
+    @property
     def limits(self) -> dict[str, dict[str, Any]]:
-        """The overlay with which the folder itself runs: the length also decides how large the cache is."""
-        if self.context_length is None:
-            return {"model": {}}
-        length = self.context_length
-        return {"model": {"context_length": length}, "search": {"max_length": length}}
+        """What the EP needs besides the names of files: the length also decides how large the cache is."""
+        return self._limits(self.slots if self.stage else self.length, has_chunks=bool(self.stage))
+
+    def _limits(self, most: int, *, has_chunks: bool) -> dict[str, dict[str, Any]]:
+        """An overlay for conversations of at most so many tokens, if the configuration has a length."""
+        overlay: dict[str, dict[str, Any]] = {"model": {}}
+        if self.context_length is not None:
+            overlay = {"model": {"context_length": most}, "search": {"max_length": most}}
+        if has_chunks and self.filler is not None:
+            overlay["model"]["pad_token_id"] = self.filler
+        return overlay
 
 
 def read_config(folder: Path) -> GenaiConfig:
@@ -146,6 +184,8 @@ def config_of(content: Any) -> GenaiConfig:
     layers = value_at(decoder, "num_hidden_layers", int)
     past = {name.replace("%d", str(layer)) for layer in range(layers) for name in names}
     value_at(content, "model.vocab_size", int)
+    if value_at(decoder, "sliding_window", dict, {}):
+        value_at(decoder, "sliding_window.window_size", int)
     return GenaiConfig(
         content,
         files,

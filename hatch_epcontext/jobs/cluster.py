@@ -38,8 +38,8 @@ from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.jobs.requirements import (
-    GENAI,
     check_environment,
+    genai_requirements,
     requirements,
     versions_of,
 )
@@ -260,7 +260,10 @@ def look(text: str, needed: Mapping[str, str], dask_worker: Any) -> Mapping[str,
     job = from_json(text, Job)
     where = f"the worker {dask_worker.name} ({dask_worker.address})"
     try:
-        needed_here = (*requirements((job.target,)), *((GENAI,) if job.may_answer else ()))
+        needed_here = (
+            *requirements((job.target,)),
+            *(genai_requirements() if job.may_answer else ()),
+        )
         installed = check_environment((job.target,), needed_here)
     except EpcontextError as error:
         raise BuildError(

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hatch_epcontext.config.genai_config import GENAI_CONFIG
+from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy, symlink_or_copy
 from hatch_epcontext.jobs.artifact import Built, Source
 from hatch_epcontext.jobs.plan import FORMAT, Job
-from hatch_epcontext.jobs.requirements import installed
+from hatch_epcontext.jobs.requirements import genai_installed
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.system import writing
-from hatch_epcontext.text import count
+from hatch_epcontext.text import count, listing, show
 from hatch_epcontext.worker.results import Answer, ValidationStatus
 
 if TYPE_CHECKING:
@@ -65,8 +66,7 @@ def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str
         facts = sources[model.name].facts
         past, total = (value.name for value in facts.inputs if value.dtype == "int32")
         decoder["inputs"] = {"past_sequence_length": past, "total_sequence_length": total}
-        window = {"window_size": model.genai.chunk, "pad_value": config.content["pad_token_id"]}
-        decoder["sliding_window"] = {**window, **_WINDOW}
+        decoder["sliding_window"] = {"window_size": model.genai.chunk, **_WINDOW}
         tensors = {kind: [v.name for v in getattr(facts, kind)] for kind in ("inputs", "outputs")}
         first, *_, last = *files, *files
         for name in files:
@@ -79,6 +79,47 @@ def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str
         decoder["pipeline"] = [{name: stage} for name, stage in pipeline.items()]
     result["model"]["decoder"] = decoder
     return result
+
+
+def open_folders(build: Build, *, only_known: bool) -> Iterator[str]:
+    """Let onnxruntime-genai open the folder of each language model that is to be run, once for each content.
+
+    Yields a line for what was not opened, and for what is shipped and not compiled. Raises ModelError for
+    folders that are damaged or do not run on the CPU. With ``only_known`` it opens none.
+    """
+    from hatch_epcontext.worker.requests import OpenFolderRequest
+
+    for source in build.sources.values():
+        model, genai = source.model, source.model.genai
+        if genai is None or model.is_stage:
+            continue
+        yield from _not_compiled(build, model)
+        if only_known or model.validate.mode not in ("auto", "require"):
+            continue
+        files = {name: file.sha256 for name, file in source.records.items()}
+        key = value_sha256(["open", FORMAT, genai.plain_overlay, files])
+        if build.cache.get("facts", key, bool):
+            continue
+        folder, scratch = str(model.path.parent), build.scratch("open")
+        request = OpenFolderRequest(folder, tuple(files), genai, model.key)
+        if build.workers.call(request, scratch, location=f"{model.name}: opening"):
+            build.cache.put("facts", key, True)
+        else:
+            yield f"{model.name}: not opened, because {_PACKAGE} is not installed"
+
+
+def _not_compiled(build: Build, model: Model) -> Iterator[str]:
+    """What ``model`` has that its compiled forms lack."""
+    assert model.genai is not None, "only a language model has a folder"
+    jobs = (job for job in build.jobs if job.models[0].configured_name == model.name)
+    if not (names := dict.fromkeys(job.target.name for job in jobs)):
+        return
+    targets = listing(names)
+    if "draft" in model.genai.config.content:
+        yield f"{model.name}: the draft model (model.draft) is not compiled for {targets}"
+    if adapters := [name for name in model.genai.beside if name.endswith(".onnx_adapter")]:
+        files = listing(map(show, adapters))
+        yield f"{model.name}: apps cannot use {files} on {targets}, only on the CPU"
 
 
 def is_due(build: Build, built: Built) -> bool:
@@ -96,7 +137,7 @@ def answers_key(build: Build, built: Built) -> str:
     source = build.sources[model.configured_name]
     records = (source.records, built.artifact.record.files)
     files = [{name: file.sha256 for name, file in record.items()} for record in records]
-    return value_sha256([FORMAT, model.genai.limits, overlay([built], build.sources), files])
+    return value_sha256([FORMAT, model.genai.plain_overlay, overlay([built], build.sources), files])
 
 
 def compare_answers(
@@ -125,7 +166,7 @@ def compare_answers(
 
 def can_answer(job: Job) -> bool:
     """Whether this Python has onnxruntime-genai; raises UnavailableError if it is required."""
-    if installed(_PACKAGE) is not None:
+    if genai_installed() is not None:
         return True
     if required := [model for model in job.models if model.validate.mode == "require"]:
         message = f'{_PACKAGE} is not installed, which answers prompts, and validate is "require".'
@@ -162,14 +203,14 @@ def _converse(build: Build, job: Job, where: str, results: Sequence[Built]) -> t
 def _check(answers: Sequence[Answer], limit: float) -> None:
     lines = [
         f"  {answer.snr:.1f} dB of the logits (at least {limit:g} dB), and clearly another token in "
-        f"{count(answer.others, 'step')}, after {count(answer.prompt, 'token')}"
+        f"{count(answer.others, 'step')}, after {answer.kind} of {count(answer.prompt, 'token')}"
         for answer in answers
         if answer.snr < limit or answer.others
     ]
     if lines:
         message = "onnxruntime-genai answers otherwise with what was compiled than on the CPU:"
         hint = (
-            f"Check {GENAI_CONFIG}: pad_token_id must be a token that no prompt contains, and each stage of "
-            "a pipeline must run on what it was made for."
+            f"Check {GENAI_CONFIG}: each stage of a pipeline must run on what it was made for, and "
+            "pad_token_id must be a token that no prompt contains."
         )
         raise BuildError(Problem(Kind.OUTPUT_DIFFERS, "", "\n".join((message, *lines)), hint))

@@ -9,7 +9,7 @@ from typing import Any
 from hatch_epcontext.config.settings import Config, Model, Target
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.requirements import FARM, GENAI, requirements
+from hatch_epcontext.jobs.requirements import FARM, genai_requirements, requirements
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import file_name, listing
@@ -174,16 +174,16 @@ class Plan:
 def plan(config: Config) -> Plan:
     """The plan for ``config``; raises ConfigError when its targets cannot be built in one environment."""
     jobs = jobs_of(config)
-    return Plan(config, jobs, _requirements(config, jobs))
+    return Plan(config, jobs, _requirements(config))
 
 
-def _requirements(config: Config, jobs: Iterable[Job]) -> tuple[str, ...]:
+def _requirements(config: Config) -> tuple[str, ...]:
     if config.environment.only_from_cache:
         return ()
     if config.build.scheduler is not None:
         return FARM
-    answers = any(job.may_answer and not job.target.from_cache for job in jobs)
-    return (*requirements(config.targets), *((GENAI,) if answers else ()))
+    opens = any(m.genai and m.validate.mode in ("auto", "require") for m in config.models)
+    return (*requirements(config.targets), *(genai_requirements() if opens else ()))
 
 
 def jobs_of(config: Config) -> tuple[Job, ...]:

@@ -36,8 +36,8 @@ INSPECTION = (f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}", *TOOLS)
 FARM = (*INSPECTION, "distributed>=2025.4")
 """The requirements to read models, and to submit jobs to a dask cluster."""
 
-GENAI = "onnxruntime-genai>=0.18; python_version >= '3.11'"
-"""The requirement to compare what language models answer."""
+GENAI = ("onnxruntime-genai", "onnxruntime-genai-cuda", "onnxruntime-genai-directml")
+"""The distributions of onnxruntime-genai, which exclude each other; the first one is for the CPU."""
 
 WINDOWS_ML = "windowsml"
 """What apps on Windows may register EPs with."""
@@ -254,6 +254,16 @@ def _check_conflicts(present: list[str]) -> None:
                 "then install the one that you need.",
             )
         )
+
+
+def genai_installed() -> str | None:
+    """The installed distribution of onnxruntime-genai, or None."""
+    return next(filter(installed, GENAI), None)
+
+
+def genai_requirements() -> tuple[str, ...]:
+    """The requirement to open language models, and to compare what they answer."""
+    return (f"{genai_installed() or GENAI[0]}>=0.18; python_version >= '3.11'",)
 
 
 def installed(name: str) -> str | None:

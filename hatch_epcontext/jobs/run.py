@@ -15,6 +15,7 @@ from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, OutputError, merged
 from hatch_epcontext.jobs.artifact import Built, FailureReport, Result, Source
 from hatch_epcontext.jobs.cache.build import Cache
+from hatch_epcontext.jobs.genai import open_folders
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.processes.process import Workers
@@ -126,6 +127,7 @@ def build(
     settings = plan.config.build
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
         begun = begin(plan, staging, cache, started)
+        notes = [*open_folders(begun, only_known=plan.config.environment.only_from_cache)]
         # A build entirely from the cache contacts no scheduler.
         if settings.scheduler is None or all(job.target.from_cache for job in begun.jobs):
             largest = max((source.size for source in begun.sources.values()), default=0)
@@ -139,7 +141,7 @@ def build(
                 result = _run(begun, run, at_once, log, warn or log)
     unused = (f"{key}: no model uses this target" for key in plan.config.unused)
     frozen = _frozen(begun.sources.values())
-    for warning in dict.fromkeys((*unused, *frozen, *_missing_chips(begun.jobs))):
+    for warning in dict.fromkeys((*unused, *notes, *frozen, *_missing_chips(begun.jobs))):
         (warn or log)(warning)
     if result.failures:
         raise IncompleteError(result)

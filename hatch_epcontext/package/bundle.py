@@ -108,7 +108,7 @@ def _write_overlays(result: Result, folder: Path) -> dict[str, FileRecord]:
     """Write what each target changes in the configuration of each language model; returns the records."""
     sources = {source.model.name: source for source in result.sources}
     overlays = {
-        f"{name}/{SOURCE}": source.model.genai.limits
+        f"{name}/{SOURCE}": source.model.genai.plain_overlay
         for name, source in sources.items()
         if source.model.genai and not source.model.is_stage
     }

@@ -187,7 +187,7 @@ def _owner(
         return "is a module of Python's standard library"
     providers = [*PROVIDERS.values(), *(target.provider for target in config.targets)]
     plugins = [provider.plugin for provider in providers if provider.plugin]
-    runtime = [*DISTRIBUTIONS, *TOOLS, GENAI, WINDOWS_ML, *(plugin.package for plugin in plugins)]
+    runtime = [*DISTRIBUTIONS, *TOOLS, *GENAI, WINDOWS_ML, *(plugin.package for plugin in plugins)]
     runtime += (r for provider in providers for r in provider.requirements)
     runtime += (r for target in config.targets for r in target.requirements or ())
     runtimes = {canonicalize_name(Requirement(text).name) for text in filter(None, runtime)}

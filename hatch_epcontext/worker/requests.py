@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args
 from hatch_epcontext.config.genai_config import Genai
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.config.tables import Dequantize, QuantizedType
-from hatch_epcontext.errors import Problem
+from hatch_epcontext.errors import Key, Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Declined, Range, TensorFacts
 from hatch_epcontext.graph.number_format import RewriteName
@@ -204,6 +204,19 @@ class ConverseRequest(WorkerRequest[tuple[Answer, ...]], action="converse"):
     genai: Genai
     overlay: str
     plugin: Plugin
+
+
+@dataclass(frozen=True)
+class OpenFolderRequest(WorkerRequest[bool], action="open_folder"):
+    """Read the ``files`` of ``folder``, that of the language model ``genai``, and let it answer on the CPU.
+
+    The reply: whether onnxruntime-genai is installed, which does that. ``key``: that of the folder.
+    """
+
+    folder: str
+    files: tuple[str, ...]
+    genai: Genai
+    key: Key
 
 
 @dataclass(frozen=True)

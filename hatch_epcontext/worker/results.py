@@ -201,10 +201,11 @@ class Agreement:
 class Answer:
     """How near a compiled language model's answer to ``prompt`` tokens is to the CPU's.
 
-    ``snr``: of the logits, in decibels. ``others``: tokens for which another is most likely, although the
-    CPU's is ahead by more than the largest error.
+    ``kind``: what the prompt is. ``snr``: of the logits, in decibels. ``others``: tokens for which another is
+    most likely, although the CPU's is ahead by more than the largest error.
     """
 
+    kind: str
     prompt: int
     snr: float
     others: int

@@ -132,7 +132,8 @@ def test_an_ep_with_fixed_sizes_gets_a_stage_for_a_chunk_and_one_for_a_token(
     toml = 'models = [{ path = "models/llama", context-length = 128, chunk = 32 }]\n'
     chunk, token, plain = read(project, toml + NPU + CPU).models
     past = [f"past_key_values.{layer}.{kind}" for layer in (0, 1) for kind in ("key", "value")]
-    slots = dict.fromkeys(past, (1, 1, 128, 16))
+    # One chunk more than the conversation.
+    slots = dict.fromkeys(past, (1, 1, 160, 16))
     for stage, tokens in ((chunk, 32), (token, 1)):
         assert stage.name == f"llama.{tokens}"
         assert stage.shapes == {"input_ids": (1, tokens), **slots}
@@ -183,24 +184,106 @@ def test_fixed_sizes_are_consistent(
     assert_one_problem(project, toml, place, message)
 
 
+UNUSED = 258
+"""The token of the byte 255, which no UTF-8 text has."""
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "token"),
     [
-        ({"bos_token_id": [1, 0]}, "the pad_token_id 0, and prompts begin with [1, 0]"),
-        ({"eos_token_id": 0}, "the pad_token_id 0, and each turn of a conversation ends with 0"),
-        ({"eos_token_id": [2, 5], "pad_token_id": 5}, "the pad_token_id 5, and each turn"),
-        ({"eos_token_id": []}, "the pad_token_id 0, which onnxruntime-genai takes for the missing"),
-        ({"pad_token_id": None}, "the pad_token_id null, which is none of the 259 tokens"),
-        ({"pad_token_id": 259}, "the pad_token_id 259, which is none of the 259 tokens"),
-        ({"pad_token_id": -1}, "the pad_token_id -1, which is none of the 259 tokens"),
+        ({}, 0),
+        ({"pad_token_id": 258}, 258),
+        ({"pad_token_id": 195}, 195),
+        ({"bos_token_id": [1, 0]}, UNUSED),
+        ({"eos_token_id": 0}, UNUSED),
+        ({"eos_token_id": [2, 5], "pad_token_id": 5}, UNUSED),
+        ({"eos_token_id": []}, UNUSED),
+        ({"pad_token_id": None}, UNUSED),
+        ({"pad_token_id": 300}, UNUSED),
+        ({"pad_token_id": -1}, UNUSED),
+        # An ordinary letter.
+        ({"pad_token_id": 100}, UNUSED),
+        # A size that the tokenizer does not need.
+        ({"pad_token_id": 2, "vocab_size": 262}, 261),
     ],
 )
 def test_the_token_that_fills_a_chunk_is_in_no_prompt(
-    project: Path, changes: dict[str, Any], message: str
+    project: Path, changes: dict[str, Any], token: int
 ) -> None:
     make_folder(project / "models" / "llama", **changes)
-    assert_one_problem(project, LLAMA + NPU, "models[0].path", message)
-    assert read(project, LLAMA + RTX + CPU).models
+    stage, *_ = read(project, LLAMA + NPU).models
+    assert stage.genai is not None
+    assert stage.genai.filler == token
+    # What has no chunks needs none.
+    (plain,) = read(project, LLAMA + RTX + CPU).models
+    assert plain.genai is not None
+    assert plain.genai.filler is None
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    """Change the keys of a JSON file."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("template", "token"),
+    [
+        (None, None),
+        ("{{ messages }}", 0),
+        ("{{ bos_token }}{{ messages }}", None),
+        ([{"name": "default", "template": "<s>{{ messages }}"}], None),
+    ],
+)
+def test_only_where_no_token_is_unused_the_chat_template_decides(
+    project: Path, folder: Path, template: Any, token: int | None
+) -> None:
+    # Without bytes, each token is in some text.
+    vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, **{f"t{n}": n for n in range(3, 259)}}
+    added = [{"id": i, "content": t, "special": True} for t, i in [*vocabulary.items()][:3]]
+    tokenizer = {"added_tokens": added, "model": {"vocab": vocabulary, "unk_token": "<unk>"}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    about = {"bos_token": "<s>"} | ({} if template is None else {"chat_template": template})
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    file = folder / "genai_config.json"
+    model = json.loads(file.read_text())["model"]
+    rewrite(file, model={**model, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0})
+    if token is None:
+        message = "the pad_token_id 0, and prompts begin with 0 (bos_token_id)"
+        assert_one_problem(project, LLAMA + NPU, "models[0].path", message)
+    else:
+        stage, *_ = read(project, LLAMA + NPU).models
+        assert stage.genai is not None
+        assert stage.genai.filler == token
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_cannot_be_read_is_named(project: Path, folder: Path, name: str) -> None:
+    (folder / name).write_text("{")
+    assert_one_problem(project, LLAMA + NPU, "models[0].path", f"{name} cannot be read")
+
+
+def test_caches_have_slots_for_what_fills_the_last_chunk(project: Path, folder: Path) -> None:
+    def slots(length: int) -> tuple[int, dict[str, Any]]:
+        toml = LLAMA.replace("128", str(length))
+        stage, *_ = read(project, toml + NPU).models
+        assert stage.genai is not None
+        return stage.shapes["past_key_values.0.key"][2], stage.genai.limits["search"]
+
+    assert slots(128) == (192, {"max_length": 192})
+    # The rotary caches of the model end there.
+    assert slots(250) == (256, {"max_length": 256})
+
+
+def test_the_plain_folder_has_a_cache_of_the_attention_s_window(
+    project: Path, folder: Path
+) -> None:
+    window = {"window_size": 200, "slide_key_value_cache": False, "slide_inputs": False}
+    change(folder, sliding_window=window)
+    stage, *_, plain = read(project, LLAMA + NPU).models
+    assert stage.genai is not None
+    assert plain.genai is not None
+    assert plain.genai.plain_overlay["search"] == {"max_length": 200}
+    assert stage.genai.limits["search"] == {"max_length": 192}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 
 from hatch_epcontext.errors import BuildError, Kind, ModelError
 from hatch_epcontext.jobs.cache.build import Cache
+from hatch_epcontext.jobs.genai import open_folders
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.run import build
+from hatch_epcontext.jobs.run import begin, build
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.tools.compiling import export
 from hatch_epcontext.tools.inspecting import inspect
@@ -95,6 +97,8 @@ def test_the_plain_folder_of_a_wheel_gives_the_same_tokens(folder: Path, tmp_pat
 
 @needs_qnn
 def test_stages_for_an_npu_give_the_same_tokens_as_the_cpu(folder: Path, tmp_path: Path) -> None:
+    # The end of a turn, which prompts have, cannot fill chunks.
+    make_folder(folder, pad_token_id=2)
     project = make_project(tmp_path / "project", TOML + NPU)
     config = configured(project, TOML + NPU)
     # Only a device opens contexts that share weights.
@@ -121,18 +125,59 @@ def test_stages_for_an_npu_give_the_same_tokens_as_the_cpu(folder: Path, tmp_pat
     request = ConverseRequest(str(package / "llama"), genai, json.dumps(overlay), plugin)
     with pytest.raises(BuildError, match="invalid dimensions"):
         Workers(100).call(request, tmp_path / "call", location="llama")
-    (package / "llama" / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot answer with it on the CPU: Expecting property"):
-        Workers(100).call(request, tmp_path / "again", location="llama")
 
 
-@needs_qnn
-def test_a_token_of_prompts_that_fills_chunks_too_is_an_error(tmp_path: Path) -> None:
-    make_folder(tmp_path / "project" / "models" / "llama", pad_token_id=100)
-    project = make_project(tmp_path / "project", TOML + NPU)
-    with pytest.raises(BuildError, match="after 96 tokens") as raised:
-        build(plan(configured(project, TOML + NPU)), tmp_path / "out", Cache(None, print), print)
-    assert [problem.location for problem in raised.value.problems] == ["llama -> npu"]
+def damaged_tokenizer(folder: Path) -> str:
+    (folder / "tokenizer.json").write_text("{")
+    return "tokenizer.json is no JSON: Expecting property name"
+
+
+def tokenizer_without_tokens(folder: Path) -> str:
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    return "onnxruntime-genai cannot read its tokenizer"
+
+
+def missing_draft_model(folder: Path) -> str:
+    file = folder / "genai_config.json"
+    content = json.loads(file.read_text())
+    content["model"]["draft"] = {"filename": "draft.onnx"}
+    file.write_text(json.dumps(content))
+    return "cannot answer with it on the CPU: Load model from .*draft.onnx failed"
+
+
+def other_vocabulary(folder: Path) -> str:
+    make_folder(folder, vocab_size=64)
+    return "its tokenizer has the token 122, and vocab_size is 64"
+
+
+@pytest.mark.parametrize(
+    "damage", [damaged_tokenizer, tokenizer_without_tokens, missing_draft_model, other_vocabulary]
+)
+def test_a_folder_is_opened_before_it_is_shipped(
+    folder: Path, tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    message = damage(folder)
+    project = make_project(tmp_path / "project", TOML + CPU)
+    with pytest.raises(ModelError, match=message) as raised:
+        build(plan(configured(project, TOML + CPU)), tmp_path / "out", Cache(None, print), print)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.INVALID_FOLDER
+
+
+def test_a_folder_is_opened_once_and_what_is_not_compiled_is_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    (folder / "poems.onnx_adapter").touch()
+    project = make_project(tmp_path / "project", TOML + CPU + "\n" + RTX)
+    config = configured(project, TOML + CPU + "\n" + RTX)
+    cache = Cache(tmp_path / "cache", print)
+    with Workers(100) as workers:
+        begun = begin(plan(config), tmp_path / "out", cache, workers)
+        (line,) = open_folders(begun, only_known=False)
+        assert line == 'llama: apps cannot use "poems.onnx_adapter" on rtx, only on the CPU'
+        # Another call would fail.
+        stopped = dataclasses.replace(begun, workers=Workers(0))
+        assert [*open_folders(stopped, only_known=False)] == [line]
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -160,7 +205,7 @@ def test_a_wheel_has_the_stages_with_shared_weights(folder: Path, tmp_path: Path
     wheel, printed = build_project(project)
     assert "shared (llama.64 + llama.1) -> npu (qnn): compiled, llama.64 33/33 nodes, " in printed
     # Of what was compiled alone.
-    assert "llama -> npu: onnxruntime-genai answers 2 prompts as on the CPU" in printed
+    assert "llama -> npu: onnxruntime-genai answers 4 prompts as on the CPU" in printed
     (package,) = inspect(wheel).packages.values()
     assert {name for name in package.files if name.startswith("llama/npu/")} == {
         "llama/npu/llama.1_ctx.onnx",

@@ -452,18 +452,13 @@ def test_a_language_model_answers_on_a_worker(
 ) -> None:
     make_folder(run.root / "models" / "llama")
     (built,) = run(LLAMA).built
-    assert [answer.others for answer in built.answers] == [0, 0]
-    line = "llama -> npu: onnxruntime-genai answers 2 prompts as on the CPU"
+    assert [answer.others for answer in built.answers] == [0] * 4
+    line = "llama -> npu: onnxruntime-genai answers 4 prompts as on the CPU"
     assert any(text.startswith(line) for text in run.log)
     with monkeypatch.context() as patch:
         patch.setattr(cluster_module.Cluster, "_run", None)
         for environ in ({}, LOCAL, {"FROM_CACHE": "all"}):
             assert run(LLAMA, environ).built[0].answers == built.answers
-    # A token of the prompts fills chunks.
-    make_folder(run.root / "models" / "llama", pad_token_id=100)
-    problem = run.problem(LLAMA)
-    assert (problem.where(), problem.kind) == ("llama -> npu: validation", Kind.OUTPUT_DIFFERS)
-    assert run.problem(LLAMA).kind is Kind.OUTPUT_DIFFERS
 
 
 @needs_qnn

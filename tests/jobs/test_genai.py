@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.errors import Kind, UnavailableError
+from hatch_epcontext.errors import BuildError, Kind, UnavailableError
 from hatch_epcontext.jobs import genai
 from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.worker.results import Answer
 from tests.language_models import make_folder
 from tests.results import configured
 
@@ -25,7 +26,7 @@ def test_what_must_be_run_is_not_skipped_without_onnxruntime_genai(
     make_folder(project / "models" / "llama")
     (job,) = plan(configured(project, TOML.replace("MODE", mode))).jobs
     assert genai.can_answer(job)
-    monkeypatch.setattr(genai, "installed", lambda package: None)
+    monkeypatch.setattr(genai, "genai_installed", lambda: None)
     if mode == "auto":
         assert not genai.can_answer(job)
         return
@@ -51,4 +52,13 @@ def test_only_a_model_that_is_compared_answers(project: Path, validate: str, ans
     toml = TOML.replace('"MODE"', validate)
     planned = plan(configured(project, toml))
     assert [job.may_answer for job in planned.jobs] == [answers]
-    assert any("onnxruntime-genai" in name for name in planned.requirements) == answers
+    opens = validate not in ('"structure"', "false")
+    assert any("onnxruntime-genai" in name for name in planned.requirements) == opens
+
+
+def test_other_answers_are_an_error_that_names_the_prompts() -> None:
+    right, wrong = Answer("a chat", 90, 40.0, 0), Answer("a prompt", 65, 3.0, 2)
+    genai._check([right], 30.0)
+    with pytest.raises(BuildError, match="in 2 steps, after a prompt of 65 tokens") as raised:
+        genai._check([right, wrong], 30.0)
+    assert "a chat" not in str(raised.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,18 @@ def test_without_the_device_it_is_the_plain_folder(package: Path) -> None:
     overlay = '{"model": {"context_length": 128}, "search": {"max_length": 128}}'
     chosen = _genai.genai_folder("llama", package=package)
     assert chosen == (str(package / "llama"), overlay, "source")
+    assert chosen.max_length == 128
     with pytest.raises(loader.LoadError, match=r"\n  rtx: skipped, .+ cannot be loaded"):
         _genai.genai_folder("llama", target="rtx", package=package)
+
+
+def test_what_fills_a_chunk_leaves_the_configured_length(tmp_path: Path) -> None:
+    folder = str(make_folder(tmp_path))
+    chosen = _genai.GenaiFolder(folder, json.dumps({"model": {}}), "source")
+    assert chosen.max_length == 256
+    window = {"decoder": {"sliding_window": {"window_size": 64, "slide_inputs": True}}}
+    overlay = {"model": window, "search": {"max_length": 192}}
+    assert chosen._replace(overlay=json.dumps(overlay)).max_length == 129
 
 
 def test_another_model_is_an_error(package: Path) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.config.genai_config import GENAI_CONFIG
+from hatch_epcontext.config.genai_config import GENAI_CONFIG, Genai
 from hatch_epcontext.errors import Kind, ModelError, Problem
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.requests import ConverseRequest
 from hatch_epcontext.worker.results import NOTHING, Answer
@@ -21,6 +22,10 @@ from hatch_epcontext.worker.session import library_of
 
 _TOKENS = 4
 """The tokens after each prompt."""
+
+_TURNS = (("user", "Hello, who are you?"), ("assistant", "A model."), ("user", "What is 2 + 2?"))
+
+_TEXT = 'The quick brown fox jumps over the lazy dog, and 12 models answer: "Voilà, it works!" '
 
 _SECONDS = 120.0
 """Seconds after which no other prompt begins: a simulator may be slow."""
@@ -47,41 +52,86 @@ def handle(request: ConverseRequest) -> tuple[Answer, ...]:
     genai.register_execution_provider_library(plugin.registration_name, library_of(plugin))
     model, answers = _open(genai, request.folder, request.overlay), list[Answer]()
     start = time.monotonic()
-    for prompt, reference, tokens in expected:
+    for example in expected:
         if not answers or time.monotonic() < start + _SECONDS:
-            rows, _ = _rows(genai, model, prompt, tokens)
-            answers.append(_answer(len(prompt), reference, rows))
+            rows, _ = _rows(genai, model, example.prompt, example.tokens)
+            answers.append(_answer(example, rows))
     return tuple(answers)
 
 
-def _expected(genai: Any, request: ConverseRequest) -> list[tuple[list[int], Rows, list[int]]]:
-    """For each prompt the logits and the tokens after it on the CPU."""
-    content, limits = request.genai.config.content, request.genai.limits
-    stops = np.atleast_1d(content.get("eos_token_id", [])).tolist()
-    # A cache for the longest conversation can be too large; that of a pipeline has a fixed size.
-    grows = "pipeline" not in content["decoder"]
-    model = _open(genai, request.folder, json.dumps(limits))
-    prompts = _prompts(Path(request.folder), {**content, **limits["model"]}, request.genai.chunk)
-    return [(prompt, *_rows(genai, model, prompt, stops=stops, grows=grows)) for prompt in prompts]
+def answer_on_cpu(genai: Any, folder: str, about: Genai, prompt: Sequence[int]) -> None:
+    """Let the folder itself answer ``prompt``; raises RuntimeError if it does not."""
+    _rows(
+        genai,
+        _open(genai, folder, json.dumps(about.plain_overlay)),
+        prompt,
+        slots=_slots(about, prompt),
+    )
 
 
-def _prompts(folder: Path, content: Any, chunk: int) -> Iterator[list[int]]:
-    """Prompts of ordinary tokens, shorter and longer than what an NPU takes at once."""
-    begin, fill = (content.get(f"{name}_token_id", -1) for name in ("bos", "pad"))
-    chunk = content["decoder"].get("sliding_window", {}).get("window_size", chunk)
-    tokenizer, special = folder / "tokenizer.json", {fill}
-    if tokenizer.exists():
-        added = json.loads(tokenizer.read_bytes()).get("added_tokens", ())
-        special = {token["id"] for token in added if token.get("special")}
-    ordinary = [token for token in range(content["vocab_size"]) if token not in special]
-    # What fills a chunk must be no token of a prompt.
-    first = [token for token in (begin, fill) if token == begin >= 0 or token in ordinary]
-    for length in (max(chunk // 2, 4), chunk + chunk // 2):
-        # A prompt is filled to whole chunks.
-        if -(-length // chunk) * chunk + 2 * _TOKENS <= content["context_length"]:
-            # With a prime number as the distance, tokens do not repeat soon.
-            rest = (ordinary[7919 * n % len(ordinary)] for n in range(len(first), length))
-            yield [*first, *rest]
+@dataclass(frozen=True)
+class _Expected:
+    """A ``prompt`` of a ``kind``, and the ``tokens`` after it on the CPU, with their logits in ``rows``."""
+
+    kind: str
+    prompt: list[int]
+    rows: Rows
+    tokens: list[int]
+
+
+def _expected(genai: Any, request: ConverseRequest) -> list[_Expected]:
+    """What the folder itself answers on the CPU."""
+    overlay = request.genai.plain_overlay
+    stops = np.atleast_1d(request.genai.config.content.get("eos_token_id", [])).tolist()
+    model = _open(genai, request.folder, json.dumps(overlay))
+    result = []
+    for kind, prompt in _prompts(genai, model, request.genai):
+        slots = _slots(request.genai, prompt)
+        rows, tokens = _rows(genai, model, prompt, stops=stops, slots=slots)
+        result.append(_Expected(kind, prompt, rows, tokens))
+    return result
+
+
+def _slots(about: Genai, prompt: Sequence[int]) -> int | None:
+    """The slots of a cache for ``prompt``: that for the longest conversation can be too large.
+
+    None for a pipeline, whose cache has a fixed size.
+    """
+    return None if about.config.cached else max(len(prompt) + _TOKENS, about.config.window)
+
+
+def _prompts(genai: Any, model: Any, about: Genai) -> Iterator[tuple[str, list[int]]]:
+    """Prompts that fill a chunk of an NPU and its cache in different ways, the most telling one first."""
+    chunk = about.config.chunk or about.chunk
+    # What fills the last chunk takes slots too.
+    most = min(about.length - _TOKENS, (about.slots - _TOKENS) // chunk * chunk)
+    tokenizer = genai.Tokenizer(model)
+    chat, content = _chat(tokenizer, about.config.content), about.config.content
+    if len(chat) <= most:
+        yield "a chat", chat
+    text = [token for token in tokenizer.encode(_TEXT).tolist() if token != about.filler]
+    begin = [token for token in _ids(content, "bos") if token != about.filler][:1]
+    kinds = {"a prompt": chunk + 1, "a prompt of whole chunks": chunk, "the longest prompt": most}
+    for kind, length in kinds.items():
+        if 0 < length <= most:
+            yield kind, [*begin, *itertools.islice(itertools.cycle(text), length - len(begin))]
+
+
+def _chat(tokenizer: Any, content: Mapping[str, Any]) -> list[int]:
+    """Three turns by the chat template; without one that the tokenizer takes, ended as answers are."""
+    messages = [{"role": role, "content": text} for role, text in _TURNS]
+    try:
+        text = tokenizer.apply_chat_template(json.dumps(messages), add_generation_prompt=True)
+        return [int(token) for token in tokenizer.encode(text)]
+    except RuntimeError:
+        turns = [[int(token) for token in tokenizer.encode(text)] for _, text in _TURNS]
+        end = _ids(content, "eos")[:1]
+        return [*_ids(content, "bos")[:1], *turns[0], *end, *turns[1], *end, *turns[2]]
+
+
+def _ids(content: Mapping[str, Any], name: str) -> list[int]:
+    """The ids of the special token ``name``."""
+    return [int(token) for token in np.atleast_1d(content.get(f"{name}_token_id", []))]
 
 
 def _open(genai: Any, folder: str, overlay: str) -> Any:
@@ -99,14 +149,14 @@ def _rows(
     tokens: Sequence[int] | None = None,
     *,
     stops: Sequence[int] = (),
-    grows: bool = False,
+    slots: int | None = None,
 ) -> tuple[Rows, list[int]]:
     """The logits of the tokens after ``prompt``, and these: ``tokens``, or the likeliest ones but ``stops``.
 
-    ``grows``: whether the cache may be as small as the prompt needs.
+    ``slots``: those of the cache, if not as many as in the model's configuration.
     """
     parameters = genai.GeneratorParams(model)
-    limit = {"max_length": len(prompt) + _TOKENS} if grows else {}
+    limit = {} if slots is None else {"max_length": slots}
     parameters.set_search_options(do_sample=False, min_length=0, **limit)
     generator = genai.Generator(model, parameters)
     generator.append_tokens(np.array(prompt, np.int32))
@@ -126,13 +176,13 @@ def _rows(
     return np.stack(rows), forced
 
 
-def _answer(prompt: int, reference: Rows, rows: Rows) -> Answer:
-    """How near ``rows`` of logits are to the ``reference``, after a prompt of that many tokens."""
-    error = np.abs(rows - reference)
+def _answer(example: _Expected, rows: Rows) -> Answer:
+    """How near ``rows`` of logits are to those of ``example``."""
+    error, length = np.abs(rows - example.rows), len(example.prompt)
     if not np.isfinite(error).all():
-        return Answer(prompt, NOTHING, len(rows))
-    noise, signal = np.square(error).sum(), np.square(reference).sum()
-    second, first = np.sort(reference, axis=1)[:, -2:].T
-    others = (rows.argmax(1) != reference.argmax(1)) & (first - second > error.max(1))
+        return Answer(example.kind, length, NOTHING, len(rows))
+    noise, signal = np.square(error).sum(), np.square(example.rows).sum()
+    second, first = np.sort(example.rows, axis=1)[:, -2:].T
+    others = (rows.argmax(1) != example.rows.argmax(1)) & (first - second > error.max(1))
     snr = 10 * np.log10(max(signal, 1e-30) / max(noise, 1e-30))
-    return Answer(prompt, float(snr), int(others.sum()))
+    return Answer(example.kind, length, float(snr), int(others.sum()))

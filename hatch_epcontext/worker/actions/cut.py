@@ -59,6 +59,10 @@ def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
     values = _values(onnx_model, model.path, [name for name in names if name not in lengths])
     values |= optional | lengths
     for node in attention:
+        # Caches have slots for all tokens: none is left out, and they may be smaller than the window.
+        windowed = [a for a in node.attribute if a.name == "sliding_window_cache"]
+        for attribute in windowed:
+            node.attribute.remove(attribute)
         # The cache has the same slots before and after.
         for past, present in zip(node.input[3:5], node.output[1:3], strict=False):
             if past in values:

@@ -1,0 +1,55 @@
+"""Open the folder of a language model, as apps do on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from hatch_epcontext.errors import Kind, ModelError, Problem
+from hatch_epcontext.worker.actions.converse import answer_on_cpu
+from hatch_epcontext.worker.protocol import announce
+from hatch_epcontext.worker.requests import OpenFolderRequest
+
+_TEXT = "Hello, world"
+
+
+def handle(request: OpenFolderRequest) -> bool:
+    """See the request; raises ModelError with the name of the file that is not what it says."""
+    announce("opening the folder")
+    for name in request.files:
+        if name.endswith(".json"):
+            try:
+                json.loads((Path(request.folder) / name).read_bytes())
+            except (OSError, RecursionError, ValueError) as error:
+                raise _error(request, f"{name} is no JSON: {error}") from error
+    if importlib.util.find_spec("onnxruntime_genai") is None:
+        return False
+    genai: Any = importlib.import_module("onnxruntime_genai")
+    try:
+        tokenizer = genai.Tokenizer(genai.Config(request.folder))
+        tokens = [int(token) for token in tokenizer.encode(_TEXT)]
+        text = tokenizer.decode(tokenizer.encode(_TEXT))
+    except RuntimeError as error:
+        raise _error(request, f"onnxruntime-genai cannot read its tokenizer: {error}") from error
+    if not text.strip():
+        message = f"its tokenizer encodes {_TEXT!r} as {tokens} and decodes that as {text!r}."
+        raise _error(request, message)
+    size = request.genai.config.content["vocab_size"]
+    if tokens and max(tokens) >= size:
+        raise _error(
+            request, f"its tokenizer has the token {max(tokens)}, and vocab_size is {size}."
+        )
+    try:
+        answer_on_cpu(genai, request.folder, request.genai, tokens)
+    except RuntimeError as error:
+        raise _error(
+            request, f"onnxruntime-genai cannot answer with it on the CPU: {error}"
+        ) from error
+    return True
+
+
+def _error(request: OpenFolderRequest, message: str) -> ModelError:
+    hint = "Fetch the folder again, or write it again with onnxruntime-genai's model builder."
+    return ModelError(Problem.at(request.key / "path", Kind.INVALID_FOLDER, message, hint))
