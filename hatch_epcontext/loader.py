@@ -134,8 +134,8 @@ def load(
     ``session_options``: the app's own, only for this call, to which those of the target are added; or a
     function that creates them, for each target that is opened.
     ``provider_options``: more options for all targets except the source model.
-    ``fallback_providers``: the providers of the source model, as ``InferenceSession`` takes them, instead of
-    the CPU's; those that this onnxruntime lacks are left out.
+    ``fallback_providers``: the providers of the source model, and of targets of the CPU unless this is asked
+    for, as ``InferenceSession`` takes them; those that this onnxruntime lacks are left out.
     ``windows_ml``: first register the EPs that the package windowsml has ready on this machine, if any.
 
     Raises LoadError, whose ``attempts`` have the reasons, when no target could be opened, and when the
@@ -681,7 +681,10 @@ class Opener:
         self.lock = vars(self.ort).setdefault(_LOCK, threading.Lock())
         # The kind of device to open on.
         self.kind = request.device or variant.device
-        entries = request.fallback_providers or () if variant.target == SOURCE else ()
+        # They also run a target of the CPU, which would hide them, unless the CPU is asked for.
+        is_hiding = variant.ep == CPU_EP and not request.target and request.device != "cpu"
+        is_fallback = variant.target == SOURCE or is_hiding
+        entries = request.fallback_providers or () if is_fallback else ()
         self.fallbacks = {e if isinstance(e, str) else e[0]: e for e in entries}
 
     def check(self) -> None:

@@ -149,7 +149,7 @@ class ProjectBuild:
     ) -> tuple[Result, Bundle]:
         """Compile all models, and make the package for ``output`` in the wheel, beside what is ``packed``."""
         from hatch_epcontext.package.bundle import bundle
-        from hatch_epcontext.package.wheel import repeated_models, unused_platforms
+        from hatch_epcontext.package.wheel import loose_bounds, repeated_models, unused_platforms
 
         installing, own = self._companions(config, project, output), config.of_wheel()
         if installing:
@@ -157,6 +157,9 @@ class ProjectBuild:
             self.terminal.info(f"left to companion wheels (epcontext companions): {names}")
         if line := unused_platforms(own):
             self.terminal.info(line)
+        about = project.dependencies, project.requires_python
+        for line in loose_bounds(config.targets, *about):
+            self.terminal.warn(line)
         staging = self.temp_dir()
         result = self.compile(own, project, staging)
         modules = _modules(config, project, output)

@@ -10,6 +10,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from hatch_epcontext.config.location import REQUIREMENTS, SIGNATURES
 from hatch_epcontext.config.settings import BuildSettings, Target
@@ -21,7 +22,7 @@ from hatch_epcontext.errors import (
     Problem,
     RequirementError,
 )
-from hatch_epcontext.providers import DISTRIBUTIONS
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.text import count, hide_credentials, listing
 
 ONNX_RUNTIME = ">=1.23"
@@ -78,6 +79,30 @@ def versions_of(target: Target, installed_versions: Mapping[str, str]) -> dict[s
         versions[name] = installed(name)
     relevant = sorted(names.union(DISTRIBUTIONS))
     return {name: version for name in relevant if (version := versions.get(name))}
+
+
+def oldest_runtime(target: Target) -> Version | None:
+    """The oldest ONNX Runtime with which apps open what is compiled for ``target``.
+
+    None for optimized graphs, which any opens that has their operators. Where the EP's package is installed,
+    its metadata count.
+    """
+    if target.provider.product != "context":
+        return None
+    names = map(_name, target.requirements or PROVIDERS[target.provider.name].requirements)
+    own = [
+        Requirement(text)
+        for name in names
+        if installed(name)
+        for text in metadata.requires(name) or ()
+    ]
+    bounds = [
+        Version(part.version)
+        for requirement in (*own, Requirement(f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}"))
+        for part in requirement.specifier
+        if canonicalize_name(requirement.name) in DISTRIBUTIONS and part.operator == ">="
+    ]
+    return max(bounds)
 
 
 def _most_demanding(targets: Iterable[Target]) -> list[Target]:

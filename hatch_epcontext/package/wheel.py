@@ -16,16 +16,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from hatch_epcontext.config.settings import Config, Target
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, WheelError
 from hatch_epcontext.files import RENAME, FileRecord, is_text
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.requirements import installed
+from hatch_epcontext.jobs.requirements import installed, oldest_runtime
 from hatch_epcontext.package.manifest import FILE
-from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.text import listing, show_size
 
 FOLDER = "epcontext"
@@ -54,6 +56,7 @@ class ProjectMetadata:
     """What the build back end knows of the project.
 
     ``dependencies`` are all, those of extras with their markers. ``freezes``: it names hooks for PyInstaller.
+    ``requires_python``: None if it is unknown.
     """
 
     name: str
@@ -61,6 +64,7 @@ class ProjectMetadata:
     license: str | None = None
     dependencies: tuple[str, ...] = ()
     freezes: bool = False
+    requires_python: str | None = None
 
     @classmethod
     def read(cls, metadata: str, *, freezes: bool = False) -> ProjectMetadata:
@@ -68,7 +72,7 @@ class ProjectMetadata:
         fields = Parser().parsestr(metadata)
         dependencies = tuple(fields.get_all("Requires-Dist", []))
         about = fields["Name"], fields["Version"], fields["License-Expression"]
-        return cls(*about, dependencies, freezes)
+        return cls(*about, dependencies, freezes, fields["Requires-Python"] or "")
 
 
 def selected_files(builder_config: Any) -> dict[str, Path]:
@@ -224,6 +228,52 @@ def check_app(targets: Iterable[Target], dependencies: Iterable[str]) -> None:
                 )
     if problems:
         raise ConfigError(*problems.values())
+
+
+def loose_bounds(
+    targets: Iterable[Target], dependencies: Iterable[str], requires_python: str | None
+) -> Iterator[str]:
+    """A line for each bound of the app's metadata that allows what opens no model, or only the CPU's."""
+    if requires_python is not None:
+        python, old = SpecifierSet(requires_python), [f"3.{minor}.99" for minor in range(6, 10)]
+        if any(python.contains(version) for version in old):
+            allows = (
+                f"requires-python ({requires_python}) allows"
+                if requires_python
+                else "without requires-python the metadata allow"
+            )
+            yield (
+                f"{allows} versions of Python that cannot import the loader. "
+                'Write: requires-python = ">=3.10"'
+            )
+    oldest = {target.name: bound for target in targets if (bound := oldest_runtime(target))}
+    listed = [
+        r for r in map(Requirement, dependencies) if canonicalize_name(r.name) in DISTRIBUTIONS
+    ]
+    # An extra may be what brings the newer release.
+    own = [r for r in listed if "extra" not in str(r.marker)] or listed
+    for requirement in own if oldest else ():
+        bound = max(oldest.values())
+        releases = [f"1.{minor}.{patch}" for minor in range(bound.minor + 1) for patch in range(9)]
+        older = [release for release in releases if Version(release) < bound]
+        if _is_for_new_python(requirement) and _allows(requirement, older):
+            yield (
+                f"the dependency {requirement} allows releases that cannot open what is compiled for "
+                f"{listing(oldest)}: there the app always gets the CPU. Write: {requirement.name}>={bound}"
+            )
+
+
+def _is_for_new_python(requirement: Requirement) -> bool:
+    """Whether its marker can be true where the loader can be imported."""
+    versions = [f"3.{minor}" for minor in range(10, 20)]
+    extras = re.findall(r"extra == .([^\"']+)", str(requirement.marker)) or [""]
+    return requirement.marker is None or any(
+        requirement.marker.evaluate(
+            {"python_version": version, "python_full_version": f"{version}.0", "extra": extra}
+        )
+        for version in versions
+        for extra in extras
+    )
 
 
 def _release_of_ep(target: Target) -> str | None:

@@ -34,9 +34,9 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.requirements import ONNX_RUNTIME
+from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, oldest_runtime
 from hatch_epcontext.package.folder import SOURCE_FOLDERS, own_files
-from hatch_epcontext.package.wheel import FOLDER, import_packages
+from hatch_epcontext.package.wheel import FOLDER, import_packages, loose_bounds
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, quoted_key, suggestion, to_toml
 from hatch_epcontext.tools.configure import MODEL_TABLES
@@ -46,6 +46,8 @@ from hatch_epcontext.tools.project import HATCHLING, Project, requirements
 from hatch_epcontext.worker.requests import InspectReply, SuggestReply, SuggestRequest
 
 _PACKAGE, _BACKEND = "hatch-epcontext", "hatch_epcontext.backend"
+
+_RUNTIME = ONNX_RUNTIME.removeprefix(">=")
 
 _OUTPUTS = frozenset({"build", "dist", "node_modules", "site-packages", "__pycache__"})
 
@@ -427,6 +429,10 @@ def left_to_do(project: Project, config: Config) -> list[tuple[str, list[str]]]:
     return [
         ("In the app:", [f"from {module} import load", f"session = load({name}){more}"]),
         (f"In {table}:", [*_dependencies(project, config)]),
+        (
+            "In the metadata:",
+            [*loose_bounds(config.targets, project.dependencies, project.requires_python)],
+        ),
     ]
 
 
@@ -451,7 +457,8 @@ def _dependencies(project: Project, config: Config) -> Iterator[str]:
     if listed.isdisjoint(DISTRIBUTIONS):
         fitting = [set(provider.distributions) for provider in providers]
         name = next((n for n in DISTRIBUTIONS if all(n in f for f in fitting)), DISTRIBUTIONS[0])
-        yield _dependency(project, name + ONNX_RUNTIME)
+        bounds = filter(None, map(oldest_runtime, config.targets))
+        yield _dependency(project, f"{name}>={max(bounds, default=_RUNTIME)}")
     for provider in providers:
         # Those of the EP, also where the vendor's library compiles.
         for requirement in PROVIDERS[provider.name].requirements:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import configparser
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from hatch_epcontext.config.pyproject import FILE, parse
 
@@ -42,11 +47,50 @@ class Project:
 
     @property
     def dependencies(self) -> list[str]:
-        """The valid requirements of the app and of its extras; without versions in Poetry's own table."""
-        extras = self.table("project", "optional-dependencies").values()
-        own = list(self.table("tool", "poetry", "dependencies")) if self.is_of_poetry else []
-        lists = self.table("project").get("dependencies"), *extras, own
+        """The valid requirements of the app and of its extras."""
+        extras: Iterable[Any] = self.table("project", "optional-dependencies").values()
+        lists: list[Any] = [self.table("project").get("dependencies"), *extras]
+        if self.is_of_poetry:
+            own = self.table("tool", "poetry", "dependencies").items()
+            lists = [[_of_poetry(name, value) for name, value in own if name != "python"]]
+        elif "dependencies" not in self.table("project"):
+            more = self._setup.get("extras_require")
+            extras = more.values() if isinstance(more, dict) else ()
+            lists = [*lists, self._setup.get("install_requires"), *extras]
         return [str(requirement) for listed in lists for requirement in requirements(listed)]
+
+    @property
+    def requires_python(self) -> str | None:
+        """The versions of Python that it allows; empty for all, and None where only its back end knows."""
+        project = self.table("project")
+        if "requires-python" in project:
+            return str(project["requires-python"])
+        if self.is_of_poetry:
+            python = self.table("tool", "poetry", "dependencies").get("python", "")
+            return _of_poetry("", python).strip()
+        if project and "requires-python" not in (project.get("dynamic") or ()):
+            return ""
+        python = self._setup.get("python_requires")
+        return python if isinstance(python, str) else None
+
+    @functools.cached_property
+    def _setup(self) -> Mapping[str, Any]:
+        """What ``setup.cfg`` and ``setup.py`` write out of the arguments of `setup`."""
+        found: dict[str, Any] = {}
+        parser = configparser.ConfigParser(interpolation=None)
+        with contextlib.suppress(configparser.Error, OSError, ValueError):
+            parser.read(self.root / "setup.cfg", encoding="utf-8")
+            options: dict[str, Any] = dict(parser["options"]) if "options" in parser else {}
+            if "install_requires" in options:
+                options |= {"install_requires": options["install_requires"].split("\n")}
+            found |= options
+        with contextlib.suppress(OSError, ValueError, SyntaxError):
+            tree = ast.parse((self.root / "setup.py").read_bytes())
+            calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+            for keyword in (keyword for call in calls for keyword in call.keywords):
+                with contextlib.suppress(ValueError):
+                    found[str(keyword.arg)] = ast.literal_eval(keyword.value)
+        return found
 
     @property
     def name(self) -> str:
@@ -72,6 +116,18 @@ class Project:
     def is_hatchling(self) -> bool:
         """Whether hatchling builds it, which runs the hook."""
         return self.backend.partition(".")[0] == HATCHLING
+
+
+def _of_poetry(name: str, value: Any) -> str:
+    """The requirement of a key in Poetry's own table, without upper bounds of its own operators."""
+    version = value.get("version", "") if isinstance(value, dict) else value
+    text = re.sub(r"[\^~](?=\d)", ">=", version) if isinstance(version, str) else ""
+    text = f"=={text}" if text[:1].isdecimal() else text.strip("* ")
+    try:
+        SpecifierSet(text)
+    except InvalidSpecifier:
+        text = ""
+    return f"{name}{text}"
 
 
 def requirements(listed: Any) -> Iterator[Requirement]:

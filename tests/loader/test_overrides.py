@@ -44,6 +44,12 @@ def test_the_source_opens_on_the_providers_that_the_app_used_before(ship: Shippe
         session = app.load("a", fallback_providers=["AzureExecutionProvider"])
         assert session.get_providers() == ["AzureExecutionProvider", CPU_EP]
         assert session.epcontext_attempts[-1].reason == "AzureExecutionProvider"
+        # A target of the CPU hides them no more than the source does, unless the CPU is asked for.
+        app, arguments = ship(cpu=CPU), {"fallback_providers": ["AzureExecutionProvider"]}
+        providers = app.load("a", **arguments).get_providers()
+        assert providers == ["AzureExecutionProvider", CPU_EP]
+        for asked in ({"target": "cpu"}, {"device": "cpu"}):
+            assert app.load("a", **arguments, **asked).get_providers() == [CPU_EP]
 
 
 def test_the_targets_of_an_editable_install_are_known(ship: Shipper) -> None:

@@ -271,3 +271,32 @@ def test_a_large_wheel_is_a_warning(
     warning = wheel.check_size(path)
     assert warning is not None
     assert re.match(r"my_app-1-py3-none-any.whl has 1\d\d\.\d kB\. ", warning)
+
+
+@pytest.mark.parametrize(
+    ("dependencies", "python", "written"),
+    [
+        (["onnxruntime>=1.16"], ">=3.10", ["onnxruntime>=1."]),
+        (
+            ["onnxruntime-gpu==1.18.*", "onnxruntime; python_version < '3.10'"],
+            ">=3.10",
+            ["onnxruntime-gpu>=1."],
+        ),
+        (["onnxruntime>=1.30", "onnxruntime; extra == 'cpu'"], ">=3.11", []),
+        (["numpy", "onnxruntime; extra == 'cpu'"], ">=3.11", ["onnxruntime>=1."]),
+        (["onnxruntime>=1.30"], ">=3.6", ['requires-python = ">=3.10"']),
+        (["onnxruntime>=1.30"], "", ['requires-python = ">=3.10"']),
+        (["onnxruntime>=1.30"], None, []),
+    ],
+)
+def test_bounds_that_allow_what_opens_nothing_are_lines_with_what_to_write(
+    project: Path, dependencies: list[str], python: str | None, written: list[str]
+) -> None:
+    toml = 'models = ["models/a.onnx"]\ntargets.npu = { provider = "qnn", chip = "qcs9100" }'
+    targets = configured(project, toml).targets
+    lines = list(wheel.loose_bounds(targets, dependencies, python))
+    assert len(lines) == len(written)
+    assert all(f"Write: {text}" in line for line, text in zip(lines, written, strict=True))
+    # An optimized graph for the CPU opens with any release.
+    targets = configured(project).targets
+    assert not list(wheel.loose_bounds(targets, ["onnxruntime>=1.16"], ">=3.10"))
