@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from hatch_epcontext.graph.rewrites.bits import join_bits, shift_as_product
 from hatch_epcontext.graph.rewrites.branches import if_as_where
+from hatch_epcontext.graph.rewrites.cells import loop_as_layer
 from hatch_epcontext.graph.rewrites.decompositions import (
     batch_matmul_nbits,
     cast_as_dequantize,
@@ -64,6 +65,7 @@ from hatch_epcontext.graph.rewriting import Rewrite
 
 REWRITES: tuple[Rewrite, ...] = (
     if_as_where,
+    loop_as_layer,
     compute_in_32_bits,
     reverse_sequence_as_gather,
     drop_default_activations,

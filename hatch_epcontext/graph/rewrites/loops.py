@@ -15,7 +15,7 @@ from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
-_SCANS_WITHOUT_BATCH = 9
+SCANS_WITHOUT_BATCH = 9
 """The opset from which Scan has no batches and lengths."""
 
 
@@ -25,9 +25,11 @@ def unroll_loop(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     body = graph.attribute(node, "body", None)
     if not isinstance(body, onnx.GraphProto) or body.sparse_initializer or not body.output:
         return Declined("its body is missing, or has sparse tensors, or no output")
-    trips = _trip_count(node, body, scope, builder)
-    if isinstance(trips, Declined):
-        return trips
+    assert builder.limit is not None, "a loop can be endless"
+    counted = trip_count(node, body, scope, builder, builder.limit)
+    if isinstance(counted, Declined):
+        return counted
+    trips, _ = counted
     states = list(node.input[2:])
     if not trips:
         has_scans = len(body.output) - 1 > len(states)
@@ -50,7 +52,7 @@ def unroll_scan(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     body, number = graph.attribute(node, "body", None), graph.number(node, "num_scan_inputs", 0)
     if not isinstance(body, onnx.GraphProto) or body.sparse_initializer or not number:
         return Declined("its body is missing, or has sparse tensors, or it scans nothing")
-    if builder.opset < _SCANS_WITHOUT_BATCH:
+    if builder.opset < SCANS_WITHOUT_BATCH:
         return Declined(f"it is that of opset {builder.opset}, which has batches")
     states, scanned = [*node.input[:-number]], node.input[-number:]
     shapes = [scope.shape(name) for name in scanned]
@@ -120,34 +122,46 @@ def _copies(
     return states, [[*values] for values in zip(*scans, strict=True)]
 
 
-def _trip_count(
-    loop: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Builder
-) -> int | Declined:
-    """The number of iterations of ``loop``, which is in ``scope``; at most the limit + 1."""
-    assert builder.limit is not None, "a loop can be endless"
+def trip_count(
+    loop: onnx.NodeProto,
+    body: onnx.GraphProto,
+    scope: Scope,
+    builder: Builder,
+    limit: int,
+    names: Sequence[str] = (),
+) -> tuple[int, Sequence[Sequence[Array]]] | Declined:
+    """The number of iterations of ``loop``, which is in ``scope``; at most ``limit`` + 1.
+
+    Also the values in the ``body`` that have these ``names``, in each iteration.
+    """
     trips, condition = graph.operands(loop, 2)
     number, first = (scope.constant(name) if name else None for name in (trips, condition))
     if trips and number is None:
         return Declined(f"its number of iterations {trips!r} is computed")
-    most = builder.limit + 1 if number is None else min(int(number.item()), builder.limit + 1)
+    most = limit + 1 if number is None else min(int(number.item()), limit + 1)
     # The maximum number of iterations counts before the condition.
     if most <= 0:
-        return 0
+        return 0, []
     if condition and first is None:
         return Declined(f"its condition {condition!r} is computed")
     if first is not None and not first.item():
-        return 0
-    return _run(loop, body, scope, builder, most)
+        return 0, []
+    return _run(loop, body, scope, builder, most, names)
 
 
 def _run(
-    loop: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Builder, most: int
-) -> int | Declined:
-    """The number of iterations, at most ``most``: onnx runs the part of the body that decides."""
+    loop: onnx.NodeProto,
+    body: onnx.GraphProto,
+    scope: Scope,
+    builder: Builder,
+    most: int,
+    names: Sequence[str],
+) -> tuple[int, Sequence[Sequence[Array]]] | Declined:
+    """See `trip_count`; at most ``most`` iterations: onnx runs the part of the body that decides."""
     # Imported here: few models need it, and it imports all operators.
     from onnx.reference import ReferenceEvaluator
 
-    decision, states, reads = _decision(body)
+    decision, states, reads = _decision(body, names)
     starts = dict(zip((value.name for value in body.input[2:]), loop.input[2:], strict=False))
     feeds = {name: scope.constant(starts.get(name, name)) for name in reads}
     known = {name: value for name, value in feeds.items() if value is not None}
@@ -158,23 +172,28 @@ def _run(
     counter, condition = (value.name for value in body.input[:2])
     known[condition] = _filled(body, 1, True)
     needs_counter = any(counter in graph.read_by(node) for node in decision.node)
+    results: list[Sequence[Array]] = []
     try:
         evaluator = ReferenceEvaluator(model)
         # A condition that depends on nothing else is the same in all iterations.
         for trip in range(most if states or needs_counter else 1):
             known[counter] = _filled(body, 0, trip)
             goes_on, *values = map(np.asarray, evaluator.run(None, known))
+            results.append(values[: len(names)])
             if not goes_on.item():
-                return trip + 1
-            known |= dict(zip(states, values, strict=True))
+                return trip + 1, results
+            known |= dict(zip(states, values[len(names) :], strict=True))
     except Exception as error:
         # onnx runs less than ONNX Runtime.
         return Declined(f"onnx does not compute its condition: {' '.join(str(error).split())}")
-    return most
+    return most, results
 
 
-def _decision(body: onnx.GraphProto) -> tuple[onnx.GraphProto, Sequence[str], set[str]]:
-    """The part of a loop's ``body`` that computes its condition, and then the next values of some states.
+def _decision(
+    body: onnx.GraphProto, names: Sequence[str]
+) -> tuple[onnx.GraphProto, Sequence[str], set[str]]:
+    """The part of a loop's ``body`` that computes its condition, the values called ``names``, and then the
+    next values of some states.
 
     Also the names of these states, and those of all values that the part reads before the first iteration.
     """
@@ -183,14 +202,14 @@ def _decision(body: onnx.GraphProto) -> tuple[onnx.GraphProto, Sequence[str], se
     # The next iteration gets the state from the last one.
     returns = [helper.make_node("Identity", [result], [name]) for name, result in following.items()]
     looped = Scope(helper.make_graph([*body.node, *returns], "looped", [], []))
-    needed = set(looped.needed_values([condition]))
+    needed = set(looped.needed_values([condition, *names]))
     nodes = [node for node in body.node if not needed.isdisjoint(node.output)]
     stored = [tensor for tensor in body.initializer if tensor.name in needed]
     own = {name for node in nodes for name in node.output}
     own |= {tensor.name for tensor in stored} | {value.name for value in body.input[:2]}
     states = [name for name in following if name in needed]
     # Inputs that are outputs, and outputs of one name, need names of their own.
-    results = [condition, *map(following.__getitem__, states)]
+    results = [condition, *names, *map(following.__getitem__, states)]
     ends = [f"epcontext.end{index}" for index, _ in enumerate(results)]
     pairs = zip(results, ends, strict=True)
     feeds = {*needed - own, *(value.name for value in body.input[:2])}

@@ -17,7 +17,11 @@ from hatch_epcontext.graph.scope import Scope
 
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
-_DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
+DEFAULT_ACTIVATIONS = {
+    "LSTM": ("Sigmoid", "Tanh", "Tanh"),
+    "GRU": ("Sigmoid", "Tanh"),
+    "RNN": ("Tanh",),
+}
 """The activations of one direction of each layer."""
 
 _OPERATORS = {name.casefold(): name for name in ("Sigmoid", "Tanh", "Relu", "HardSigmoid")}
@@ -82,7 +86,7 @@ def _named_activations(node: onnx.NodeProto) -> list[str]:
 
 def _activations(node: onnx.NodeProto, directions: int) -> list[list[str]] | Declined:
     """The operators of the activations of each direction of ``node``."""
-    defaults = _DEFAULTS[node.op_type]
+    defaults = DEFAULT_ACTIVATIONS[node.op_type]
     names = _named_activations(node) or [*defaults] * directions
     if node.op_type == "RNN":
         # The default names functions for two directions; one direction uses only the first.
@@ -100,14 +104,14 @@ def _activations(node: onnx.NodeProto, directions: int) -> list[list[str]] | Dec
     return [names[at : at + len(defaults)] for at in range(0, len(names), len(defaults))]
 
 
-@rewrites(*_DEFAULTS)
+@rewrites(*DEFAULT_ACTIVATIONS)
 def drop_default_activations(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A layer without ``activations``, if these are the defaults: EPs refuse the attribute."""
     names = _named_activations(node)
     directions = 2 if graph.text(node, "direction") == "bidirectional" else 1
     if not names:
         return None
-    if names != [*_DEFAULTS[node.op_type]] * directions:
+    if names != [*DEFAULT_ACTIVATIONS[node.op_type]] * directions:
         return Declined("its activations are not the default ones")
     result = copy_of(node)
     # The default activations have no parameters.
