@@ -316,6 +316,12 @@ class EpcontextError(Exception):
             )
         )
 
+    @classmethod
+    def check(cls, problems: Iterable[Problem]) -> None:
+        """Raise this error with all ``problems``, if there are any."""
+        if every := tuple(problems):
+            raise cls(*every)
+
     def text(self, names: KeyNames | None = None, headline: str | None = None) -> str:
         """All problems as one message below ``headline``, in which ``names`` names the keys."""
         count = f" ({len(self.problems)} problems)" if len(self.problems) > 1 else ""

@@ -79,5 +79,4 @@ def command(
                 echo(f"unchanged: {name} {same} is published with these models")
             else:
                 echo(f"unchanged: {name} {same} has these models; pin =={same} again")
-    if problems:
-        raise ConfigError(*problems)
+    ConfigError.check(problems)

@@ -99,8 +99,7 @@ def _pin(file: Path, keys: Sequence[Key], downloads: Downloads) -> None:
         for name, value in pinned.items():
             if name == "url" or name not in table:
                 table[name] = tomlkit.value(to_toml(value))
-    if problems:
-        raise BuildError(*problems)
+    BuildError.check(problems)
     if file.read_bytes() != before:
         message = "was changed meanwhile, and nothing is written."
         hint = "Run epcontext fetch --pin again."

@@ -190,8 +190,7 @@ def read_environment(environ: Mapping[str, str]) -> Diagnosed[Environment]:
 def environment_or_error() -> Environment:
     """The settings of this process; raises ConfigError."""
     environment, problems = collect(read_environment(os.environ))
-    if problems:
-        raise ConfigError(*problems)
+    ConfigError.check(problems)
     return environment
 
 

@@ -52,8 +52,7 @@ def download_models(
             downloads.run(model.download)
         except DownloadError as error:
             problems.append(Problem.at(model.key / "url", error.kind, str(error), error.hint))
-    if problems:
-        raise BuildError(*problems)
+    BuildError.check(problems)
 
 
 class Downloads:

@@ -430,5 +430,4 @@ def check_required(job: Job, model: Model, validation: Validation) -> None:
         )
         for agreement in validation.inconclusive
     ]
-    if problems:
-        raise BuildError(*problems)
+    BuildError.check(problems)

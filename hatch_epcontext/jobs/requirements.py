@@ -214,8 +214,7 @@ def _check_available(targets: Iterable[Target]) -> None:
         for target in targets
         if target.needs_ep and (reason := _unavailable(target))
     ]
-    if problems:
-        raise RequirementError(*problems)
+    RequirementError.check(problems)
 
 
 def check_environment(targets: Iterable[Target], requirements: Iterable[str]) -> Mapping[str, str]:

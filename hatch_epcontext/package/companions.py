@@ -129,8 +129,7 @@ def pinned(config: Config, project: ProjectMetadata, package: str = "") -> list[
             problems.append(Problem.at(key, Kind.INVALID_COMPANION, f"{name} {message}", hint))
         else:
             companions.append(Companion(name, module, versions[0], install, key))
-    if problems:
-        raise ConfigError(*problems)
+    ConfigError.check(problems)
     return companions
 
 

@@ -154,8 +154,7 @@ class FinishedWheel:
             and systems.isdisjoint(set().union(*map(_systems, target.platforms)))
             if "any" not in target.platforms
         ]
-        if problems:
-            raise ConfigError(*problems)
+        ConfigError.check(problems)
         return None
 
     def write(

@@ -65,8 +65,7 @@ class Sdist:
                 added[path] = needed.file.resolve()
             elif not self.wheel_hooks.before:
                 problems.append(self._problem(path, needed, hidden_by))
-        if problems:
-            raise SdistError(*problems)
+        SdistError.check(problems)
         return added
 
     def _needed(self) -> Diagnosed[dict[str, Needed]]:

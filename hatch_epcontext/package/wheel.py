@@ -104,8 +104,7 @@ def check_names(tree: Tree) -> None:
     message = "has a name that is not UTF-8, which no wheel can have."
     names = [name for name in tree if not is_text(Path(name))]
     problems = [Problem(Kind.UNREADABLE_FILE, name, message, RENAME) for name in names]
-    if problems:
-        raise ConfigError(*problems)
+    ConfigError.check(problems)
 
 
 def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath:
@@ -226,8 +225,7 @@ def check_app(targets: Iterable[Target], dependencies: Iterable[str]) -> None:
                 problems[target.name, name] = Problem.at(
                     target.key, Kind.CONFLICTING_REQUIREMENTS, message, f"Depend on {release}."
                 )
-    if problems:
-        raise ConfigError(*problems.values())
+    ConfigError.check(problems.values())
 
 
 def loose_bounds(
@@ -292,8 +290,7 @@ def _allows(dependency: Requirement, releases: Iterable[str]) -> bool:
 
 def verify(wheel: Path, folder: PurePosixPath, files: Mapping[str, FileRecord]) -> None:
     """Raise WheelError with all `differences`."""
-    if problems := list(differences(wheel, folder, files)):
-        raise WheelError(*problems)
+    WheelError.check(differences(wheel, folder, files))
 
 
 def differences(

@@ -169,8 +169,7 @@ def check_names(models: Sequence[NewModel], settings: Mapping[str, Any]) -> None
             hint = suggestion(name, sorted(known if ":" in name else plain)) or None
             message = f"no model has an {noun} of this name."
             problems.append(Problem.at(Key() / table / name, Kind.UNKNOWN_INPUT, message, hint))
-    if problems:
-        raise ConfigError(*problems)
+    ConfigError.check(problems)
 
 
 def _text(file: Path) -> str:

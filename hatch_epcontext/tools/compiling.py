@@ -127,8 +127,7 @@ def _refuse_existing(paths: Iterable[Path]) -> None:
         for path in paths
         if path.exists()
     ]
-    if problems:
-        raise OutputError(*problems)
+    OutputError.check(problems)
 
 
 def _refuse_sources(result: Result, is_replaced: Callable[[Path], bool]) -> None:
@@ -139,8 +138,7 @@ def _refuse_sources(result: Result, is_replaced: Callable[[Path], bool]) -> None
         for file in dict.fromkeys(file for source in result.sources for file in source.users_files)
         if is_replaced(file.resolve())
     ]
-    if problems:
-        raise OutputError(*problems)
+    OutputError.check(problems)
 
 
 def export(

@@ -135,8 +135,7 @@ def split(tables: Mapping[str, Any], *others: str) -> tuple[dict[str, Any], dict
         for name in tables
         if name not in settable
     ]
-    if problems:
-        raise ConfigError(*problems)
+    ConfigError.check(problems)
     target = {key: value for key, value in tables.items() if key in _OF_TARGETS}
     of_models = {key: value for key, value in tables.items() if key in _OF_MODELS - _OF_TARGETS}
     return target, of_models

@@ -113,16 +113,14 @@ def verify(path: Path, inspection: Inspection) -> int:
             problems += damaged_files(path / folder, package)
         else:
             problems += differences(path, PurePosixPath(folder), package.files)
-    if problems:
-        raise InspectionError(*problems)
+    InspectionError.check(problems)
     packages = inspection.packages.values()
     return sum(len(package.files) + len(package.unrecorded) for package in packages)
 
 
 def verify_model(path: Path, model: InspectReply) -> int:
     """As `verify`, for the ONNX file at ``path``: all files that it names must be in its folder."""
-    if problems := list(_check_files(path, model)):
-        raise InspectionError(*problems)
+    InspectionError.check(_check_files(path, model))
     return len(model.external_data) + sum(bool(context.sidecar) for context in model.contexts)
 
 
@@ -177,8 +175,7 @@ def _read_all(manifests: Mapping[str, Callable[[], bytes]], path: Path) -> dict[
         else:
             if package is not None:
                 packages[folder] = package
-    if problems:
-        raise InspectionError(*problems)
+    InspectionError.check(problems)
     if not packages:
         message = f"has no {FILE} of a model package that hatch-epcontext wrote."
         hint = "Name a wheel or a package that was built with models, or an ONNX file."

@@ -222,8 +222,7 @@ def _check_chip(
             compatibility, versions, settings.provider_options
         )
     ]
-    if problems:
-        raise InspectionError(*problems)
+    InspectionError.check(problems)
 
 
 def _reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> str | None:
@@ -256,8 +255,7 @@ def _run(
 ) -> Validation:
     """Run the artifact, and ``compare`` it with the job's model, which is otherwise the artifact itself."""
     (configured,) = job.models
-    if problems := list(unknown_outputs(configured, model.outputs)):
-        raise ModelError(*problems)
+    ModelError.check(unknown_outputs(configured, model.outputs))
     to_run = configured.to_run_on(job.target)
     # The source gets the shapes of the compiled model.
     to_run = replace(to_run, shapes={**_fixed_shapes(model.inputs), **to_run.shapes})
@@ -365,13 +363,11 @@ def validate_package(
         keys = (Key() / name for name in sorted(names))
         raise ConfigError(*(Problem.at(key, Kind.NOT_APPLICABLE, message) for key in keys))
     package = _read(path)
-    if damaged := list(damaged_files(path, package)):
-        raise InspectionError(*damaged)
+    InspectionError.check(damaged_files(path, package))
     # Any file will do for the path: the model itself is not read here.
     config = configure({"model": path / FILE}, "cpu", settings)
     (model,) = config.models
-    if unknown := [*_unknown_sizes(model, package.components.values())]:
-        raise ConfigError(*unknown)
+    ConfigError.check(_unknown_sizes(model, package.components.values()))
     if model.validate.mode in _RUN:
         check_environment((), INSPECTION)
     chosen = settings["validate"]
