@@ -8,13 +8,7 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.cli._common import (
-    echo,
-    report_option,
-    run_plan,
-    show_written,
-    verbose_option,
-)
+from hatch_epcontext.cli._common import echo, report_option, run_plan, show_written, verbose_option
 from hatch_epcontext.cli._settings import (
     models_argument,
     provider_option,

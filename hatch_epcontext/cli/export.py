@@ -7,12 +7,7 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import (
-    report_option,
-    run_plan,
-    show_written,
-    verbose_option,
-)
+from hatch_epcontext.cli._common import report_option, run_plan, show_written, verbose_option
 from hatch_epcontext.cli._settings import project_config, project_options
 from hatch_epcontext.tools.compiling import export
 from hatch_epcontext.tools.project import Project

@@ -11,19 +11,10 @@ from typing import Any
 import click
 
 from hatch_epcontext.cli._common import advice_for_folder, existing_file, warn
-from hatch_epcontext.cli._settings import (
-    short_flags,
-    use_flag_names,
-    use_lines,
-)
+from hatch_epcontext.cli._settings import short_flags, use_flag_names, use_lines
 from hatch_epcontext.cli._tables import add_tables, new_targets, tables_options
 from hatch_epcontext.config.paths import is_genai_folder
-from hatch_epcontext.errors import (
-    ConfigError,
-    InspectionError,
-    Kind,
-    Problem,
-)
+from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.tools.adding import (
     NewModel,

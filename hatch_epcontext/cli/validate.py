@@ -9,21 +9,13 @@ from typing import Any
 import click
 
 from hatch_epcontext.cli._common import echo, existing_file, make_workers, verbose_option, warn
-from hatch_epcontext.cli._settings import (
-    provider_option,
-    setting_flags,
-    use_flag_names,
-)
+from hatch_epcontext.cli._settings import provider_option, setting_flags, use_flag_names
 from hatch_epcontext.errors import BuildError
 from hatch_epcontext.jobs.report import describe_validation, validation_warnings
 from hatch_epcontext.providers import find
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count
-from hatch_epcontext.tools.validating import (
-    ValidatedVariant,
-    validate_context,
-    validate_package,
-)
+from hatch_epcontext.tools.validating import ValidatedVariant, validate_context, validate_package
 from hatch_epcontext.worker.requests import InspectReply
 from hatch_epcontext.worker.results import Validation
 

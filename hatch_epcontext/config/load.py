@@ -14,11 +14,7 @@ from hatch_epcontext.config.build_hooks import BuildHooks
 from hatch_epcontext.config.environ import PREFIX, Environment, read_environment
 from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.resolve import Resolver
-from hatch_epcontext.config.settings import (
-    BuildSettings,
-    Config,
-    Model,
-)
+from hatch_epcontext.config.settings import BuildSettings, Config, Model
 from hatch_epcontext.config.tables import (
     BuildTable,
     ModelTable,
@@ -28,16 +24,7 @@ from hatch_epcontext.config.tables import (
     declaration_of,
     faults_of_key,
 )
-from hatch_epcontext.errors import (
-    HOOK,
-    ROOT,
-    ConfigError,
-    Diagnosed,
-    Key,
-    Kind,
-    Problem,
-    collect,
-)
+from hatch_epcontext.errors import HOOK, ROOT, ConfigError, Diagnosed, Key, Kind, Problem, collect
 from hatch_epcontext.serialize import from_toml
 from hatch_epcontext.text import parse_size, quoted_key, show, toml_key
 

@@ -18,20 +18,8 @@ from hatch_epcontext.config.models import (
     expand,
 )
 from hatch_epcontext.config.options import render_options
-from hatch_epcontext.config.paths import (
-    NO_HOME,
-    Finder,
-    default_root,
-    is_genai_folder,
-    is_glob,
-)
-from hatch_epcontext.config.settings import (
-    SYNTHETIC,
-    CompileSettings,
-    Model,
-    OptionFile,
-    Target,
-)
+from hatch_epcontext.config.paths import NO_HOME, Finder, default_root, is_genai_folder, is_glob
+from hatch_epcontext.config.settings import SYNTHETIC, CompileSettings, Model, OptionFile, Target
 from hatch_epcontext.config.tables import (
     FallbackTable,
     ModelTable,

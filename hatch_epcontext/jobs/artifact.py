@@ -13,12 +13,7 @@ from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.jobs.search import Attempt, Search
 from hatch_epcontext.serialize import value_sha256
-from hatch_epcontext.worker.results import (
-    Answer,
-    ModelFacts,
-    Validated,
-    Validation,
-)
+from hatch_epcontext.worker.results import Answer, ModelFacts, Validated, Validation
 
 GENERATOR = "hatch-epcontext"
 """The name that manifests and reports give as their generator, followed by the version."""

@@ -14,14 +14,7 @@ from packaging.version import Version
 
 from hatch_epcontext.config.location import REQUIREMENTS, SIGNATURES
 from hatch_epcontext.config.settings import BuildSettings, Target
-from hatch_epcontext.errors import (
-    ConfigError,
-    Key,
-    Kind,
-    MissingError,
-    Problem,
-    RequirementError,
-)
+from hatch_epcontext.errors import ConfigError, Key, Kind, MissingError, Problem, RequirementError
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.text import count, hide_credentials, listing
 

@@ -21,12 +21,7 @@ from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.number_format import (
-    ALWAYS,
-    FOR_KERNELS,
-    FOR_RANGES,
-    RewriteName,
-)
+from hatch_epcontext.graph.number_format import ALWAYS, FOR_KERNELS, FOR_RANGES, RewriteName
 from hatch_epcontext.jobs.recipe import Nodes, Recipe, Record, Stop, Times
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.serialize import value_sha256

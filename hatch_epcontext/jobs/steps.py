@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from hatch_epcontext.config.settings import Model, Target
-from hatch_epcontext.errors import (
-    AccidentError,
-    BuildError,
-    CrashError,
-    LimitError,
-    RefusedError,
-)
+from hatch_epcontext.errors import AccidentError, BuildError, CrashError, LimitError, RefusedError
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import ALWAYS, RewriteName
@@ -33,11 +27,7 @@ from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.recipe import Change, Recipe, Record, Stop, Times
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.system import writing
-from hatch_epcontext.worker.results import (
-    Context,
-    Validated,
-    ValidationStatus,
-)
+from hatch_epcontext.worker.results import Context, Validated, ValidationStatus
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import CompileReply, Prepared, ValidateRequest

@@ -23,15 +23,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import file_of
 from hatch_epcontext.config.pyproject import FILE, parse
 from hatch_epcontext.config.settings import Config, Model
-from hatch_epcontext.errors import (
-    HOOK,
-    ROOT,
-    BuildError,
-    ConfigError,
-    Key,
-    Kind,
-    Problem,
-)
+from hatch_epcontext.errors import HOOK, ROOT, BuildError, ConfigError, Key, Kind, Problem
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, oldest_runtime

@@ -11,13 +11,7 @@ from pathlib import Path, PurePosixPath
 from packaging.requirements import Requirement
 
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.errors import (
-    HOOK,
-    BuildError,
-    InspectionError,
-    Kind,
-    Problem,
-)
+from hatch_epcontext.errors import HOOK, BuildError, InspectionError, Kind, Problem
 from hatch_epcontext.files import is_regular, read_regular, temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, check_environment

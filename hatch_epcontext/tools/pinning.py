@@ -11,14 +11,7 @@ from typing import Any
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
-from hatch_epcontext.config.location import (
-    Download,
-    HubFile,
-    beside,
-    check_url,
-    file_of,
-    hub_file,
-)
+from hatch_epcontext.config.location import Download, HubFile, beside, check_url, file_of, hub_file
 from hatch_epcontext.errors import DownloadError, Kind
 from hatch_epcontext.files import is_portable, is_sha256
 from hatch_epcontext.jobs import web
