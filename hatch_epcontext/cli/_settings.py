@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-from click.shell_completion import CompletionItem
 
 from hatch_epcontext.cli._common import Command, existing_file, existing_folder
 from hatch_epcontext.config.environ import PREFIX
@@ -145,10 +144,6 @@ def _with_options(command: Command, *options: Command) -> Command:
     return command
 
 
-def _providers(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(name) for name in PROVIDERS if name.startswith(incomplete)]
-
-
 def provider_option(*, required: bool = True) -> Callable[[Command], Command]:
     """``--provider``."""
     return click.option(
@@ -156,7 +151,7 @@ def provider_option(*, required: bool = True) -> Callable[[Command], Command]:
         "--provider",
         required=required,
         metavar="P",
-        shell_complete=_providers,
+        shell_complete=lambda _, __, start: [n for n in PROVIDERS if n.startswith(start)],
         help="The execution provider; epcontext doctor lists them.",
     )
 

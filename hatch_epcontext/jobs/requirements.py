@@ -102,8 +102,7 @@ def _most_demanding(targets: Iterable[Target]) -> list[Target]:
     """One target of each name, in the variant with the most requirements: models narrow targets."""
     chosen: dict[str, Target] = {}
     for target in targets:
-        if target.name not in chosen or _demands(target) > _demands(chosen[target.name]):
-            chosen[target.name] = target
+        chosen[target.name] = max(chosen.get(target.name, target), target, key=_demands)
     return list(chosen.values())
 
 

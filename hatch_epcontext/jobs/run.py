@@ -141,7 +141,12 @@ def build(
                 result = _run(begun, run, at_once, log, warn or log)
     unused = (f"{key}: no model uses this target" for key in plan.config.unused)
     frozen = _frozen(begun.sources.values())
-    for warning in dict.fromkeys((*unused, *notes, *frozen, *_missing_chips(begun.jobs))):
+    chips = (
+        f"{target.name}: {missing}"
+        for target in (job.target for job in begun.jobs)
+        if (missing := target.provider.missing_chip(target.settings.provider_options))
+    )
+    for warning in dict.fromkeys((*unused, *notes, *frozen, *chips)):
         (warn or log)(warning)
     if result.failures:
         raise IncompleteError(result)
@@ -208,12 +213,6 @@ def _frozen(sources: Iterable[Source]) -> Iterator[str]:
                 f"{model.configured_name}: frozen to the default: the optional {noun} {names}; constants can "
                 "give another value, and cut.inputs can name an input that the app feeds"
             )
-
-
-def _missing_chips(jobs: Iterable[Job]) -> Iterator[str]:
-    for target in (job.target for job in jobs):
-        if warning := target.provider.missing_chip(target.settings.provider_options):
-            yield f"{target.name}: {warning}"
 
 
 def _run(

@@ -82,7 +82,8 @@ def _bundle(
         if model.is_stage:
             # The folder is shipped.
             continue
-        only_here = _is_only_here(model) or (model.genai is not None and result.built)
+        # What the build, or a download, has written; of a language model the contexts are inside.
+        only_here = model.origin or model.download or (model.genai and result.built)
         if _ships_source(model, result) if installed is None else only_here:
             paths[model.name] = f"{shipped}/{model.path.name}"
             files |= _copy_source(source, folder, shipped)
@@ -167,11 +168,6 @@ def _ships_source(model: Model, result: Result) -> bool:
         if member.configured_name == model.configured_name
     )
     return ships_source(model, targets)
-
-
-def _is_only_here(model: Model) -> bool:
-    """Whether the build, or a download, has written the source of ``model``."""
-    return model.origin is not None or model.download is not None
 
 
 def loader_file() -> Path:
