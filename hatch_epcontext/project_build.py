@@ -141,11 +141,7 @@ class ProjectBuild:
         return Result(read_sources(config, cache, workers, staging / "check"), ())
 
     def compile_package(
-        self,
-        config: Config,
-        project: ProjectMetadata,
-        output: PurePosixPath,
-        packed: Tree,
+        self, config: Config, project: ProjectMetadata, output: PurePosixPath, packed: Tree
     ) -> tuple[Result, Bundle]:
         """Compile all models, and make the package for ``output`` in the wheel, beside what is ``packed``."""
         from hatch_epcontext.package.bundle import bundle

@@ -29,11 +29,7 @@ from hatch_epcontext.tools.project import Project
 @report_option
 @verbose_option
 def command(
-    project: Path,
-    targets: tuple[str, ...],
-    only_plan: bool,
-    report: Path | None,
-    verbose: int,
+    project: Path, targets: tuple[str, ...], only_plan: bool, report: Path | None, verbose: int
 ) -> None:
     """Compile and validate a project's models, without a wheel.
 

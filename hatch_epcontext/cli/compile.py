@@ -51,11 +51,7 @@ Examples:
 )
 @switch("--share-weights", {"share-weights": SHARED}, "Compile all models into one sidecar.")
 @switch("--no-validate", {"validate.mode": False}, "Run nothing, not even on the CPU.")
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace files; of folders only epcontext's own.",
-)
+@click.option("--overwrite", is_flag=True, help="Replace files; of folders only epcontext's own.")
 @report_option
 @verbose_option
 def command(

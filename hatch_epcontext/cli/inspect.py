@@ -25,9 +25,7 @@ from hatch_epcontext.worker.results import Validation
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
-    "--verify",
-    is_flag=True,
-    help="Check that all files exist, as the manifest has them.",
+    "--verify", is_flag=True, help="Check that all files exist, as the manifest has them."
 )
 def command(path: Path, as_json: bool, verify: bool) -> None:
     """Show the facts of a model, a wheel or a model package.

@@ -32,12 +32,7 @@ Examples:
 
 @click.command("validate", epilog=_EXAMPLES)
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "-s",
-    "--source",
-    type=existing_file,
-    help="The source model, to compare with.",
-)
+@click.option("-s", "--source", type=existing_file, help="The source model, to compare with.")
 @provider_option(required=False)
 @setting_flags
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")

@@ -285,8 +285,7 @@ class TargetTable:
         "ONNX Runtime's session options, for compiling and loading.", dict
     )
     load_options: Options = declare(
-        "Provider options for the loader only; `{user-cache}` is a folder that it creates.",
-        dict,
+        "Provider options for the loader only; `{user-cache}` is a folder that it creates.", dict
     )
     chip: str | tuple[str, ...] | None = declare(
         "The chip to compile for (QNN, TensorRT RTX), or several of one context: names in "
@@ -343,9 +342,7 @@ class TargetTable:
         when_missing="not quantized",
     )
     min_coverage: float | None = declare(
-        "Fail if less than this share of a model's nodes is compiled.",
-        otherwise=1.0,
-        check=_SHARE,
+        "Fail if less than this share of a model's nodes is compiled.", otherwise=1.0, check=_SHARE
     )
     platforms: tuple[str, ...] | None = declare(
         "Wheel platform tags that this target is for, such as `win_arm64`.",
@@ -504,8 +501,7 @@ class ModelTable:
         check=_license,
     )
     validate: ValidateTable | ValidationMode = declare(
-        "How the artifact is validated: only the mode, or a table.",
-        "auto",
+        "How the artifact is validated: only the mode, or a table.", "auto"
     )
 
 
@@ -514,9 +510,7 @@ class BuildTable:
     """``[tool.epcontext.build]``. The variable ``HATCH_EPCONTEXT_<KEY>`` wins over each key."""
 
     jobs: int | Literal["auto"] = declare(
-        "Jobs at once; `auto` is as many as cores and free memory allow.",
-        "auto",
-        check=_COUNT,
+        "Jobs at once; `auto` is as many as cores and free memory allow.", "auto", check=_COUNT
     )
     timeout: float = declare("Seconds for one worker.", 1800.0, check=_SECONDS)
     memory_limit: int | str | None = declare(
@@ -591,8 +585,7 @@ class RootTable:
         "auto",
     )
     editable: Editable = declare(
-        "What `pip install -e` installs: source models, compiled ones, or none.",
-        "source",
+        "What `pip install -e` installs: source models, compiled ones, or none.", "source"
     )
     build: BuildTable = declare("How the build runs.", BuildTable)
     wheel: WheelTable = declare("The wheel.", WheelTable)

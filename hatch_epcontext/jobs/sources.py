@@ -76,12 +76,7 @@ def cut_models(
         path, content = _cut_model(models[0], cache, workers, folder, with_defaults=bool(frozen))
         for model in models:
             done[model.name] = replace(
-                model,
-                path=path,
-                constants={},
-                origin=model.path,
-                content=content,
-                defaults=frozen,
+                model, path=path, constants={}, origin=model.path, content=content, defaults=frozen
             )
     return replace(config, models=tuple(done.get(model.name, model) for model in config.models))
 

@@ -128,12 +128,7 @@ class Steps:
         return replace(attempt, record=record, seconds=Times(seconds, reply.seconds))
 
     def _compile(
-        self,
-        job: Job,
-        recipe: Recipe,
-        prepared: Sequence[Prepared],
-        folder: Path,
-        worker: Worker,
+        self, job: Job, recipe: Recipe, prepared: Sequence[Prepared], folder: Path, worker: Worker
     ) -> CompileReply:
         """Compile the ``prepared`` models into ``folder``."""
         # Imported here: a build that finds everything in the cache makes no requests.

@@ -97,9 +97,7 @@ def _variant(variant: Variant) -> Variant:
     if not (isinstance(about, dict) and about.get("product") == SOURCE):
         about = from_plain(about, VariantMetadata)
     return dataclasses.replace(
-        variant,
-        executor_info={"ort": variant.ort},
-        additional_metadata={METADATA: about},
+        variant, executor_info={"ort": variant.ort}, additional_metadata={METADATA: about}
     )
 
 

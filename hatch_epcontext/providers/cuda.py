@@ -54,10 +54,7 @@ class Cuda(Provider):
     systems = ("linux", "win32")
     options = _OPTIONS
     reserved = _RESERVED
-    sources = (
-        "onnxruntime.ai",
-        "onnxruntime-gpu 1.31.1",
-    )
+    sources = ("onnxruntime.ai", "onnxruntime-gpu 1.31.1")
     notes = (
         "onnxruntime-gpu 1.31 needs CUDA 13 and cuDNN 9. Its extras `[cuda,cudnn]` install them.",
         (

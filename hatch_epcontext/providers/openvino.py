@@ -76,10 +76,7 @@ class OpenVINO(Provider):
     compares = True
     options = _OPTIONS
     reserved = _RESERVED
-    sources = (
-        "onnxruntime.ai",
-        "onnxruntime-ep-openvino 1.8.1",
-    )
+    sources = ("onnxruntime.ai", "onnxruntime-ep-openvino 1.8.1")
     notes = (
         (
             "A context for the CPU needs the instructions of the build machine's processor: see the report."

@@ -92,10 +92,7 @@ class TensorRT(Provider):
     options = _OPTIONS
     reserved = _RESERVED
     profiles = _PROFILES
-    sources = (
-        "onnxruntime.ai",
-        "onnxruntime-gpu 1.31.1",
-    )
+    sources = ("onnxruntime.ai", "onnxruntime-gpu 1.31.1")
     notes = (
         (
             "An engine is for the GPU on which it was built, unless `trt_engine_hw_compatible = true`. "

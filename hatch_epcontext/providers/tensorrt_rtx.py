@@ -146,10 +146,7 @@ class TensorRTRTX(Provider):
     compares = True
     genai_name = "NvTensorRtRtx"
     runtime_cache = "nv_runtime_cache_path"
-    sources = (
-        "onnxruntime.ai",
-        "onnxruntime-ep-nv-tensorrt-rtx-cu13 0.5.0",
-    )
+    sources = ("onnxruntime.ai", "onnxruntime-ep-nv-tensorrt-rtx-cu13 0.5.0")
     notes = (
         (
             'For CUDA 12: `requirements = ["onnxruntime-ep-nv-tensorrt-rtx-cu12>=0.5"]`. The two packages '

@@ -41,10 +41,7 @@ class VitisAI(Provider):
     reserved = _RESERVED
     static_shapes = True
     # `runs_on` is the default: only the NPU runs contexts, and without it the EP offers no device.
-    sources = (
-        "onnxruntime.ai",
-        "AMD's Ryzen AI documentation",
-    )
+    sources = ("onnxruntime.ai", "AMD's Ryzen AI documentation")
     notes = (
         (
             "onnxruntime-vitisai is part of AMD's Ryzen AI software, and not on PyPI: build without "

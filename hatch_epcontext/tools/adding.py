@@ -213,9 +213,7 @@ def new_model(root: Path, path: str, workers: Workers) -> NewModel:
 
 
 def add_models(
-    pyproject: Pyproject,
-    models: Sequence[NewModel],
-    targets: Mapping[str, Mapping[str, Any]],
+    pyproject: Pyproject, models: Sequence[NewModel], targets: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str, Config]:
     """The text of ``pyproject`` with all that ``models``, which it does not list, need; its configuration.
 

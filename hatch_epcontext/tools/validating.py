@@ -343,9 +343,7 @@ def _fixed_shapes(inputs: Iterable[TensorFacts]) -> dict[str, tuple[int, ...]]:
 
 
 def validate_package(
-    path: Path,
-    settings: Mapping[str, Any],
-    make_workers: Callable[[float], Workers],
+    path: Path, settings: Mapping[str, Any], make_workers: Callable[[float], Workers]
 ) -> Iterator[ValidatedVariant]:
     """Validate the model package in the folder ``path``, and yield each variant when it is finished.
 

@@ -54,10 +54,7 @@ class WorkerLog:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        label: str = "",
-        listener: Callable[[str], None] | None = None,
+        self, folder: Path, label: str = "", listener: Callable[[str], None] | None = None
     ) -> None:
         self.folder, self.path = folder, folder / LOG
         self._label, self._listener = label, listener
