@@ -146,7 +146,7 @@ not_linux = pytest.mark.skipif(sys.platform != "linux", reason="the provider has
         pytest.param(
             ("openvino", "--device", "npu"), "EPC106", marks=needs("onnxruntime_ep_openvino")
         ),
-        # Its simulator is one of an NPU only.
+        # Its simulator is one of an NPU only: see microsoft/winml-cli#829 for one that took that instead.
         pytest.param(("qnn", "--device", "gpu"), "EPC106", marks=needs_qnn),
         pytest.param(("directml", "--set", "optimization=all"), "EPC103", marks=not_linux),
     ],

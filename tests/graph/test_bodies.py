@@ -68,6 +68,7 @@ def test_a_small_tensor_leaves_a_body_if_it_is_in_another_file(external: bool) -
 @pytest.mark.parametrize("where", POSITIONS)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_weights_of_bodies_are_read_in_the_main_graph(operator: str, where: str) -> None:
+    """See microsoft/onnxruntime#28158 and microsoft/onnxruntime#32131."""
     made = with_body(operator, where)
     source = onnx.ModelProto.FromString(made.SerializeToString())
     outputs = keep_weights(made)

@@ -18,6 +18,7 @@ WITH = {
 
 @pytest.mark.parametrize("what", WITH)
 def test_what_has_no_values_is_no_node(what: str) -> None:
+    """As a LoRA of rank 0, without an adapter: microsoft/Olive#1326."""
     text, expected = WITH[what]
     model = parsed(
         f"""(float[2, 16] x) => (float[2, 16] y) <int64[1] zero = {{0}}, int64[1] one = {{1}},

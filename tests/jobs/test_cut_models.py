@@ -248,6 +248,7 @@ OPTIONAL = {
 def test_optional_inputs_are_the_same_for_all_that_is_shipped(
     run: Run, project: Path, tmp_path: Path, log: list[str], keys: str
 ) -> None:
+    """See microsoft/onnxruntime#16600, and microsoft/Olive#1326 for LoRA."""
     names, expected, frozen = OPTIONAL[keys]
     keys = keys and f", {keys}"
     lora = np.array([[1, 0], [0, 2]], np.float32)

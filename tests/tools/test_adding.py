@@ -67,7 +67,9 @@ def test_the_shape_of_an_unknown_rank_is_asked_for(project: Path) -> None:
     asked = NewModel("models/a.onnx", new("models/a.onnx", TensorFacts("x", "float32", None)).facts)
     made = add_models(project, "", [asked], [QNN])
     assert models_of(made) == [{"path": "models/a.onnx"}]
-    assert asked.questions == ("shapes = { x = ? }  # x: which shape, such as [1, 3]?",)
+    assert asked.questions == (
+        "shapes = { x = ? }  # x: which shape, such as [1, 3]? (epcontext record shows it)",
+    )
     assert f"\n# {asked.questions[0]}\n" in made
 
 
@@ -83,7 +85,7 @@ def test_unnamed_dimensions_get_a_shape_and_what_is_unknown_is_a_question(projec
     (line,) = asked.questions
     assert line == (
         'shapes = { "im:age.0" = [1, 3, ?, ?] }  # 1 is a guess; h: which size?; '
-        "axis 3 of im:age.0: which size?"
+        "axis 3 of im:age.0: which size? (epcontext record shows it)"
     )
     answered = made.replace(f"# {line}", line.replace("?, ?]", "48, 320]"))
     (model,) = models_of(answered)

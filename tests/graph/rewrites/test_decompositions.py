@@ -121,6 +121,7 @@ def blocks(shape: list[int], bias: str) -> onnx.ModelProto:
 def test_a_product_with_blocks_is_one_of_a_batch_and_a_sum(
     shape: list[int], bias: str, expected: list[str]
 ) -> None:
+    """See microsoft/onnxruntime#28178."""
     assert operators(rewritten(blocks(shape, bias), batch_matmul_nbits)) == expected
 
 
@@ -349,6 +350,7 @@ def test_a_quantization_inside_of_a_graph_stays_for_an_ep_to_fuse() -> None:
 
 @pytest.mark.parametrize("zeros", [False, True])
 def test_rows_of_quantized_tables_are_unpacked(zeros: bool) -> None:
+    """As the builder writes them: microsoft/onnxruntime-genai#1690 and #1885."""
     model = parsed(
         f"""(int64[1, 5] i) => (float[1, 5, 64] y) {{ y = com.microsoft.GatherBlockQuantized
         <bits = 4, block_size = 32, quantize_axis = 1> (q, i, s{", z" if zeros else ""}) }}""",

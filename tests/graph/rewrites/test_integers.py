@@ -64,6 +64,7 @@ def feeds(source: onnx.ModelProto) -> Mapping[str, Any]:
     ],
 )
 def test_a_rewritten_node_computes_the_same_for_all_integers(name: RewriteName, body: str) -> None:
+    """Indices: microsoft/onnxruntime#15966; HardSwish: onnxruntime/onnxruntime-qnn#392 and #535."""
     before = model(body)
     after = onnx.ModelProto.FromString(before.SerializeToString())
     assert name in applicable(before)

@@ -216,6 +216,7 @@ CASES = [
 def test_a_change_computes_the_same_in_every_opset(
     kind: str, name: str, variants: Variants
 ) -> None:
+    """Such as ReduceSumSquare before opset 18: istupakov/onnx-asr#124."""
     compared = []
     # Those for the accuracy need Max with a number.
     first = max(min(variants), 8) if kind == "correction" else min(variants)

@@ -308,6 +308,7 @@ def test_bodies_on_the_cpu_keep_their_weights(
 def test_older_releases_of_onnx_runtime_can_read_a_product_with_the_sources_metadata(
     tmp_path: Path, provider: str, options: Mapping[str, str], opsets: dict[str, int], embed: bool
 ) -> None:
+    """The metadata: k2-fsa/sherpa-onnx#574; the version: notAI-tech/NudeNet#156."""
     source = network(1)
     source.ir_version, source.opset_import[0].version = 13, 22
     source.doc_string, source.graph.doc_string, source.model_version = "a text", "of a graph", 3
