@@ -15,7 +15,9 @@ RewriteName = Literal[
     "mean",
     "clip-inputs",
     "int64-outputs",
+    "pool-padding",
     "log-power",
+    "log-sum-exp",
     "variance",
     "scaled-square",
     "unfuse-activation",
@@ -31,10 +33,13 @@ RewriteName = Literal[
 WHOLE: tuple[RewriteName, ...] = ("truncate", "modulo", "truth", "bytes", "indices", "hard-swish")
 """Those of `rewrites.integers`."""
 
-ALWAYS: tuple[RewriteName, ...] = ("square", "mean", "clip-inputs", "int64-outputs", *WHOLE)
+ALWAYS: tuple[RewriteName, ...] = (
+    *("square", "mean", "clip-inputs", "int64-outputs", "pool-padding"),
+    *WHOLE,
+)
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
-FOR_RANGES: tuple[RewriteName, ...] = ("log-power", "variance", "scaled-square")
+FOR_RANGES: tuple[RewriteName, ...] = ("log-power", "log-sum-exp", "variance", "scaled-square")
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
 FOR_KERNELS: tuple[RewriteName, ...] = ("unfuse-activation",)

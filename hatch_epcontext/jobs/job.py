@@ -17,10 +17,10 @@ from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import (
+    AccidentError,
     BuildError,
     Kind,
     Problem,
-    RefusedError,
     Setting,
     UnavailableError,
 )
@@ -44,7 +44,7 @@ from hatch_epcontext.jobs.search import (
     next_recipe,
 )
 from hatch_epcontext.jobs.sources import input_files
-from hatch_epcontext.jobs.steps import Build, Steps
+from hatch_epcontext.jobs.steps import Build, Steps, may_avoid
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker.results import Answer, Context, Validated, Validation, ValidationStatus
 
@@ -285,9 +285,12 @@ class _JobRun:
         with self._files_unchanged():
             try:
                 return self._steps.validate(form, model, artifact, context)
-            except RefusedError as error:
+            except BuildError as error:
+                if not may_avoid(error, artifact.record.recipe):
+                    raise
                 # Another artifact may run.
-                return Validated(Validation(ValidationStatus.RAN, failures=error.problems))
+                failed = Validation(ValidationStatus.RAN, failures=error.problems)
+                return Validated(failed, is_accident=isinstance(error, AccidentError))
 
     def _run_alone(self, job: Job) -> Built:
         """The result of one of the jobs that are run instead of this one."""

@@ -578,7 +578,15 @@ class Search:
     def to_store(self, day: str) -> Search:
         """What later builds may use, of a build of this ``day``: all but accidents."""
         attempts = (
-            replace(attempt, day=attempt.day or day)
+            replace(
+                attempt,
+                day=attempt.day or day,
+                validations={
+                    compared: validated
+                    for compared, validated in attempt.validations.items()
+                    if not validated.is_accident
+                },
+            )
             for attempt in self.attempts
             if not (attempt.stop and attempt.stop.is_accident)
         )

@@ -13,7 +13,7 @@ from dataclasses import field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import AccidentError, BuildError, CrashError, LimitError, RefusedError
@@ -37,6 +37,8 @@ _UNFUSED = "nothing folded into convolutions"
 
 _SMALL = 10 * 10**6
 """The most bytes of a model with which starting a process takes a good part of the time."""
+
+T = TypeVar("T")
 
 Corrections: TypeAlias = tuple[RewriteName, ...]
 """The rewrites for accuracy that a recipe ends with."""
@@ -183,7 +185,7 @@ class Steps:
 
         prepare = partial(self._simplify, job, to_run, Recipe("none"), self.build.workers)
         source = self._sources.get(_source_key(job, to_run))
-        validated = validate_moved(request, call, prepare, source)
+        validated = _call_again(lambda: validate_moved(request, call, prepare, source))
         shutil.rmtree(moved)
         return validated
 
@@ -200,11 +202,8 @@ class Steps:
         )
         prepared = self._prepared.get(done)
         if prepared is None:
-            try:
-                prepared = self._simplify(job, job.models[index], recipe, worker)
-            except CrashError:
-                # It may be transient; a second one is the simplifier's own fault.
-                prepared = self._simplify(job, job.models[index], recipe, worker)
+            simplify = partial(self._simplify, job, job.models[index], recipe, worker)
+            prepared = _call_again(simplify)
             if not recipe.fuse:
                 preparation = replace(prepared.preparation, rewrites=(_UNFUSED,))
                 prepared = replace(prepared, preparation=preparation)
@@ -365,14 +364,28 @@ def _source_key(job: Job, model: Model) -> Hashable:
     return model.name, tuple(model.shapes.items()), job.target.settings.dequantize
 
 
+def may_avoid(error: BuildError, recipe: Recipe) -> bool:
+    """Whether another recipe may avoid the ``error`` of this one."""
+    if isinstance(error, RefusedError | CrashError):
+        return True
+    # The plain recipe has succeeded before: the cause is what this one adds. But after an accident that does
+    # not depend on it, a weaker result would stay in the cache.
+    is_of_recipe = isinstance(error, LimitError) or not isinstance(error, AccidentError)
+    return is_of_recipe and not recipe.is_plain
+
+
+def _call_again(call: Callable[[], T]) -> T:
+    """What ``call`` returns, or what it returns the second time if a worker crashes: that may be transient."""
+    try:
+        return call()
+    except CrashError:
+        return call()
+
+
 def _stop(step: Literal["prepare", "change", "compile"], error: BuildError, recipe: Recipe) -> Stop:
     """Why ``recipe`` stopped, which ended with ``error``; raises that if no other recipe may avoid it."""
-    if not isinstance(error, RefusedError | CrashError):
-        # The plain recipe has succeeded before: the cause is what this one adds. But after an accident that
-        # does not depend on it, a weaker result would stay in the cache.
-        is_of_recipe = isinstance(error, LimitError) or not isinstance(error, AccidentError)
-        if recipe.is_plain or not is_of_recipe:
-            raise error
+    if not may_avoid(error, recipe):
+        raise error
     # Or too little memory may be the cause.
     is_accident = isinstance(error, AccidentError) or any(p.causes for p in error.problems)
     return Stop(step, error.problems, is_accident=is_accident)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import onnx
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Kind, ModelError, Problem, RefusedError, Setting
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.external import external_data, stays_inside
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, NodeFacts
 from hatch_epcontext.graph.reading import load
@@ -73,7 +73,7 @@ def _read_context(
         replace(
             _node_facts(node, open_values),
             waived=graph.operator(node) in provider.waived
-            or (node.op_type == "Cast" and not lacking.isdisjoint((*node.input, *node.output))),
+            or not lacking.get(node.op_type, frozenset()).isdisjoint((*node.input, *node.output)),
         )
         for node in uncovered
     )
@@ -104,10 +104,16 @@ def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:
     return frozenset(value.name for value in values if not graph.facts(value).is_fixed)
 
 
-def _lacking_ends(main: onnx.GraphProto, provider: Provider) -> frozenset[str]:
-    """The inputs and outputs of types that the EP lacks: the CPU casts them, as to and from float64."""
-    ends = map(graph.facts, (*graph.inputs(main), *main.output))
-    return frozenset(end.name for end in ends if end.dtype in provider.lacks_dtypes)
+def _lacking_ends(main: onnx.GraphProto, provider: Provider) -> Mapping[str, frozenset[str]]:
+    """The inputs and outputs that the EP does not take, by the operator with which the CPU changes them.
+
+    It casts those of types that the EP lacks, such as float64, and reshapes those of many dimensions.
+    """
+    ends = [*map(graph.facts, (*graph.inputs(main), *main.output))]
+    most = provider.max_rank
+    typed = frozenset(end.name for end in ends if end.dtype in provider.lacks_dtypes)
+    high = frozenset(end.name for end in ends if most is not None and len(end.sizes) > most)
+    return {"Cast": typed, **dict.fromkeys(operators.RESHAPING, high)}
 
 
 def _node_facts(node: onnx.NodeProto, open_values: frozenset[str]) -> NodeFacts:

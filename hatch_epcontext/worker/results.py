@@ -364,9 +364,11 @@ class Validated:
     rows are independent, and the CPU's run of two samples at once equals two runs; else empty.
     ``load``: the seconds that it took to open a session on the file, after the EP's libraries were loaded;
     None if none was opened. ``day``: the day of that, such as ``"2026-11-23"``, else empty.
+    ``is_accident``: whether another build may run it, although this one could not.
     """
 
     validation: Validation
     batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     load: float | None = None
     day: str = ""
+    is_accident: bool = False

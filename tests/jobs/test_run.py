@@ -207,6 +207,40 @@ def test_a_crash_of_the_ep_is_tried_again(run: Run, tmp_path: Path) -> None:
 
 
 @needs_qnn
+@pytest.mark.parametrize("crashes", [1, 3, 99])
+def test_a_recipe_whose_artifact_crashes_leaves_the_others(
+    project: Path, run: Run, tmp_path: Path, crashes: int
+) -> None:
+    save(parsed("(float[2] x) => (float[2] y) { y = Softplus (x) }"), project / "models" / "a.onnx")
+    toml, left = QNN.replace(", dims = { batch = 1 }", ""), tmp_path / "left"
+    left.write_text("x" * crashes, "utf-8")
+    source = f"""
+        import os, pathlib, signal
+        from hatch_epcontext.worker.actions import validate
+        real, left = validate.handle, pathlib.Path({str(left)!r})
+        def handle(request):
+            if text := left.read_text():
+                left.write_text(text[1:])
+                os.kill(os.getpid(), signal.SIGSEGV)
+            return real(request)
+        validate.handle = handle
+        """
+    with workers_with(tmp_path, source) as workers:
+        if crashes == 99:
+            with pytest.raises(BuildError, match="validation: EPC308"):
+                run(toml, workers=workers)
+            left.write_text("", "utf-8")
+        (built,) = run(toml, workers=workers).built
+    (preparation,) = built.artifact.record.preparations
+    # A crash may be transient. An artifact that always crashes is avoided, but that is not stored.
+    assert preparation.rewrites == (("decompose_softplus",) if crashes == 3 else ())
+    (validated,) = built.validated.values()
+    assert not validated.is_accident
+    (built,) = run(toml).built
+    assert built.cached
+
+
+@needs_qnn
 def test_what_too_little_memory_may_have_caused_is_tried_again(
     project: Path, run: Run, log: list[str]
 ) -> None:

@@ -20,6 +20,12 @@ from hatch_epcontext.graph.scope import Scope
 
 _MAX_SLICES = 256
 
+_PADS_AS_INPUTS = 11
+"""The opset from which a Pad has its padding as an input."""
+
+_PADDING = ("auto_pad", "ceil_mode", "count_include_pad", "pads")
+"""The attributes of pools that say what is beyond the borders."""
+
 
 @dataclass(frozen=True)
 class _Window:
@@ -42,8 +48,12 @@ class _Window:
     @property
     def total(self) -> int:
         """The values that the windows cover, with padding, and what is beyond it in the last window."""
-        last = (self.result - 1) * self.stride + (self.kernel - 1) * self.dilation + 1
-        return max(last, self.before + self.size + self.after)
+        return max(self.last, self.before + self.size + self.after)
+
+    @property
+    def last(self) -> int:
+        """The values that the windows cover up to the end of the last one, with padding."""
+        return (self.result - 1) * self.stride + (self.kernel - 1) * self.dilation + 1
 
     def counts(self, *, padding: bool) -> Array:
         """How many values each window has, with or without those of the padding."""
@@ -79,10 +89,57 @@ def pool_as_slices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
     if node.op_type == "LpPool":
         return [builder.add("Pow", value, builder.number(1 / power)) if power != 1 else value]
     padding = bool(graph.number(node, "count_include_pad", 0))
-    counts = np.ones(1)
+    counts = _counts(windows, padding=padding)
+    return [builder.add("Mul", value, builder.store((1 / counts).astype(builder.dtype)))]
+
+
+def is_padded_unevenly(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether windows of a sum may end in a padding other than that of a kernel with a middle value."""
+    pads, kernel = (graph.attribute(node, name, [0]) for name in ("pads", "kernel_shape"))
+    middle = {size // 2 for size in kernel if size % 2}
+    is_even = not any(pads) or {*pads} == middle
+    return not is_even or graph.text(node, "auto_pad").startswith("SAME") or _rounds_up(node)
+
+
+def _rounds_up(node: onnx.NodeProto) -> bool:
+    return bool(graph.number(node, "ceil_mode", 0))
+
+
+def pad_before(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The pool of values with zeros around them, times what makes means of its own counts."""
+    (value,) = node.input
+    shape, result = scope.shape(value), scope.shape(node.output[0])
+    if shape is None or result is None or not is_padded_unevenly(node, scope):
+        return None
+    windows = _windows(node, shape, result)
+    before = [window.before for window in windows]
+    after = [max(0, window.last - window.before - window.size) for window in windows]
+    pads = [0, 0, *before, 0, 0, *after]
+    if any(pads) and builder.opset < _PADS_AS_INPUTS:
+        value = builder.add("Pad", value, pads=pads)
+    elif any(pads):
+        value = builder.add("Pad", value, builder.integers(pads))
+    (value,) = builder.add_like(node, node.op_type, [value])
+    own = builder.nodes[-1]
+    kept = [entry for entry in own.attribute if entry.name not in _PADDING]
+    del own.attribute[:]
+    own.attribute.extend(kept)
+    if node.op_type == "LpPool":
+        return [value]
+    padding = bool(graph.number(node, "count_include_pad", 0))
+    counts = _counts(windows, padding=padding)
+    size = math.prod(window.kernel for window in windows)
+    if (counts == size).all():
+        return [value]
+    return [builder.add("Mul", value, builder.store((size / counts).astype(builder.dtype)))]
+
+
+def _counts(windows: Sequence[_Window], *, padding: bool) -> Array:
+    """How many values each window of all axes has, with or without those of the padding."""
+    counts: Array = np.ones(1)
     for window in windows:
         counts = np.multiply.outer(counts, window.counts(padding=padding))
-    return [builder.add("Mul", value, builder.store((1 / counts).astype(builder.dtype)))]
+    return counts
 
 
 def _windows(

@@ -17,6 +17,7 @@ from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Rule
 from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, FUSING, RewriteName
 from hatch_epcontext.graph.rewrites import integers
+from hatch_epcontext.graph.rewrites.pools import is_padded_unevenly, pad_before
 from hatch_epcontext.graph.rewriting import Rewrite, rewrites
 from hatch_epcontext.graph.scope import Scope
 
@@ -278,6 +279,36 @@ def _scaled_square(value: str, scale: str, builder: Builder) -> str:
     return builder.add("Mul", part, part)
 
 
+def _sum_of_powers(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """``Log(ReduceSum(Exp(x)))``, or an Exp divided by such a sum, of x less its largest value.
+
+    It is the definition of ReduceLogSumExp and Softmax; float16 ends at the Exp of 11.
+    """
+    total = scope.maker(node.input[-1])
+    if total is None or total.op_type != "ReduceSum":
+        return None
+    power, axes = scope.maker(total.input[0]), scope.axes(total)
+    keeps = graph.number(total, "keepdims", 1)
+    if power is None or power.op_type != "Exp" or axes is None or builder.dtype.kind != "f":
+        return None
+    value, is_share = power.input[0], node.op_type == "Div"
+    less = scope.maker(value)
+    if is_share and (node.input[0] != total.input[0] or not keeps):
+        return None
+    if less is not None and less.op_type == "Sub":
+        most = scope.maker(less.input[1])
+        if most is not None and most.op_type == "ReduceMax":
+            return None
+    largest = builder.reduced("ReduceMax", value, axes, keepdims=1)
+    power_of_less = builder.add("Exp", builder.add("Sub", value, largest))
+    sum_ = builder.reduced("ReduceSum", power_of_less, axes, keepdims=keeps)
+    if is_share:
+        return [builder.add("Div", power_of_less, sum_)]
+    if not keeps:
+        largest = builder.squeeze(largest, axes)
+    return [builder.add("Add", builder.add("Log", sum_), largest)]
+
+
 def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The mean of squares less the square of the mean: for nearly equal values both are nearly equal."""
     squares, mean = scope.maker(node.input[0]), _squared(node.input[1], scope)
@@ -303,7 +334,9 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
     "mean": (_mean, ("Mul", "Div")),
     "clip-inputs": (_clip, ("Clip",)),
     "int64-outputs": (_int64_output, _MOVED_PAST),
+    "pool-padding": (pad_before, ("AveragePool", "LpPool")),
     "log-power": (_log_power, ("Log",)),
+    "log-sum-exp": (_sum_of_powers, ("Div", "Log")),
     "variance": (_variance, ("Sub",)),
     "scaled-square": (_root_mean, ("Sqrt",)),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh")),
@@ -345,6 +378,10 @@ def _may_apply(
     if name == "int64-outputs" and not _int64_outputs(scope.body):
         return False
     of_rewrite = (node for operator in rewrite.operators for node in nodes.get(operator, ()))
+    if name == "log-sum-exp" and not {"Exp", "ReduceSum"} <= nodes.keys():
+        return False
+    if name == "pool-padding":
+        return any(is_padded_unevenly(node, scope) for node in of_rewrite)
     if name not in integers.RULES:
         return any(of_rewrite)
     _, _, applies = integers.RULES[name]

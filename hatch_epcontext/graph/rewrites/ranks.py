@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -116,7 +116,7 @@ def reduce_rank_of_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) 
     return [builder.reshape(builder.add("Gather", rows, indices, axis=1), result)]
 
 
-@rewrites(*_ELEMENTWISE.split(), *_ALONG_AXIS, *_REDUCING)
+@rewrites(*_ELEMENTWISE.split(), *_ALONG_AXIS, *_REDUCING, "Slice")
 def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """An operator of each value, or along some axes, with the other dimensions joined."""
     if not _is_high(node, scope):
@@ -127,10 +127,12 @@ def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     axes = _axes(node, rank, scope, builder)
     if len(known) < len(shapes) or axes is None:
         return Declined("a shape or its axes are not fixed")
-    is_moved = node.op_type == "Expand" or node.op_type in _REDUCING or node.op_type == "Split"
+    is_moved = node.op_type in ("Expand", "Slice", "Split", *_REDUCING)
     inputs = node.input[:1] if is_moved else node.input
     results = [known[name] for name in node.output if name]
-    groups = _groups([known[name] for name in inputs if name], results, axes, rank)
+    apart = [0 if node.op_type in _REDUCING else axis for axis in axes]
+    marks = dict(zip(axes, apart, strict=True))
+    groups = _groups([known[name] for name in inputs if name], results, marks, rank)
     if len(groups) > _MOST:
         return Declined(f"{len(groups)} of its dimensions cannot be joined")
     values = [name and _grouped(name, known[name], groups, rank, builder) for name in inputs]
@@ -143,12 +145,16 @@ def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
         values.append(builder.integers(sizes))
     elif node.op_type == "Split":
         values += node.input[1:]
+    elif node.op_type == "Slice":
+        # Each of the axes is a group of its own.
+        numbers = builder.integers([at[sorted(axes).index(axis)] for axis in axes])
+        values += [*node.input[1:3], numbers, *node.input[4:]]
     outputs = builder.add_like(node, node.op_type, values)
     own = builder.nodes[-1]
     kept = [entry for entry in own.attribute if entry.name not in ("axis", "keepdims")]
     del own.attribute[:]
     own.attribute.extend(kept)
-    if at:
+    if at and node.op_type != "Slice":
         own.attribute.append(onnx.helper.make_attribute("axis", at[0]))
     pairs = zip(outputs, node.output, strict=True)
     return [name and builder.reshape(name, known[old]) for name, old in pairs]
@@ -158,6 +164,9 @@ def _axes(node: onnx.NodeProto, rank: int, scope: Scope, builder: Builder) -> li
     """The axes along which ``node`` computes; None if they are unknown."""
     if node.op_type in _REDUCING:
         return scope.axes(node)
+    if node.op_type == "Slice":
+        axes = scope.constant(graph.operand(node, 3))
+        return None if axes is None else [int(axis) % rank for axis in axes]
     if node.op_type not in _ALONG_AXIS:
         return []
     is_softmax = node.op_type in ("LogSoftmax", "Softmax")
@@ -169,10 +178,13 @@ def _axes(node: onnx.NodeProto, rank: int, scope: Scope, builder: Builder) -> li
 def _groups(
     inputs: Sequence[tuple[int, ...]],
     outputs: Sequence[tuple[int, ...]],
-    axes: Sequence[int],
+    axes: Mapping[int, int],
     rank: int,
 ) -> list[list[int]]:
-    """Neighbouring dimensions that all values have, or repeat, together; ``axes`` separately."""
+    """Neighbouring dimensions that all values have, or repeat, together.
+
+    Those of ``axes`` are joined only with others of the same number.
+    """
     full = [(*[1] * (rank - len(shape)), *shape) for shape in inputs]
     if not axes:
         full += [(*[1] * (rank - len(shape)), *shape) for shape in outputs]
@@ -181,7 +193,7 @@ def _groups(
     groups: list[list[int]] = []
     for axis in range(rank):
         last = groups[-1] if groups else []
-        apart = axis in axes or any(other in axes for other in last)
+        apart = any(axes.get(other) != axes.get(axis) for other in last)
         same = (
             last
             and not apart

@@ -17,7 +17,7 @@ from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, RewriteName
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
 from hatch_epcontext.graph.rewriting import apply
 from tests.conftest import needs_qnn
-from tests.graph.rewrites.equal import operators
+from tests.graph.rewrites.equal import operators, rewritten
 from tests.models import parsed
 from tests.worker.actions.test_compile import X_ELITE, target
 
@@ -396,3 +396,54 @@ def test_what_an_npu_computes_wrong_is_right_then(
     )
     assert left.max() < 0.01
     assert error.max() > 3 * left.max() + 0.001
+
+
+@pytest.mark.parametrize("opset", [10, 18, 22])
+@pytest.mark.parametrize("borders", ["pads = [0, 0, 1, 2]", 'auto_pad = "SAME_UPPER"'])
+@pytest.mark.parametrize(
+    "operator", ["AveragePool", "AveragePool <count_include_pad = 1>", "LpPool"]
+)
+def test_a_pool_with_some_padded_borders_is_one_without(
+    operator: str, borders: str, opset: int
+) -> None:
+    operator, _, own = operator.partition(" <")
+    attributes = ", ".join(filter(None, ["kernel_shape = [2, 3]", borders, own.rstrip(">")]))
+    model = parsed(
+        f"(float[1, 2, 7, 8] x) => (float[1, 2, H, W] y) {{ y = {operator} <{attributes}> (x) }}",
+        opset=opset,
+    )
+    assert "pool-padding" in applicable(model)
+    after = rewritten(model, PRECISE["pool-padding"])
+    pool = next(node for node in after.graph.node if node.op_type == operator)
+    assert not {"pads", "auto_pad"} & {attribute.name for attribute in pool.attribute}
+
+
+def test_a_pool_of_a_centred_kernel_stays() -> None:
+    pool = "AveragePool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]>"
+    model = parsed(f"(float[1, 2, 7, 8] x) => (float[1, 2, 7, 8] y) {{ y = {pool} (x) }}")
+    assert "pool-padding" not in applicable(model)
+
+
+@pytest.mark.parametrize("keeps", [0, 1])
+@pytest.mark.parametrize("opset", [11, 18])
+def test_a_log_of_a_sum_of_powers_is_that_of_what_the_largest_exceeds(
+    keeps: int, opset: int
+) -> None:
+    axes = "ReduceSum (p, a)" if opset > 12 else "ReduceSum <axes = [1]> (p)"
+    total = axes.replace(
+        "ReduceSum", f"ReduceSum <keepdims = {keeps}>" if opset > 12 else "ReduceSum"
+    )
+    total = total.replace("<axes = [1]>", f"<axes = [1], keepdims = {keeps}>")
+    log = parsed(
+        f"""(float[3, 5] x) => (float[{"3, 1" if keeps else "3"}] y) <int64[1] a = {{1}}>
+        {{ p = Exp (x) s = {total} y = Log (s) }}""",
+        opset=opset,
+    )
+    rewritten(log, PRECISE["log-sum-exp"])
+    share = parsed(
+        """(float[3, 5] x) => (float[3, 5] y) <int64[1] a = {1}>
+        { p = Exp (x) s = ReduceSum (p, a) y = Div (p, s) }"""
+    )
+    after = rewritten(share, PRECISE["log-sum-exp"])
+    # It is done once.
+    assert apply(after, [PRECISE["log-sum-exp"]], None, {}).names == ()

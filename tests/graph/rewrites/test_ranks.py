@@ -22,6 +22,8 @@ NODES = {
     "Mul": ("reduce_rank", "b = Mul (a, row)"),
     "Softmax": ("reduce_rank", "b = Softmax <axis = 3> (a)"),
     "ReduceSum": ("reduce_rank", "b = ReduceSum <keepdims = 0> (a, axes)"),
+    "ReduceMean": ("reduce_rank", "b = ReduceMean <keepdims = 0> (a)"),
+    "Slice": ("reduce_rank", "b = Slice (a, i, ends, axes)"),
     "Concat": ("reduce_rank", "b = Concat <axis = 1> (a, a)"),
 }
 
@@ -29,10 +31,10 @@ NODES = {
 @pytest.mark.parametrize("operator", NODES)
 def test_what_has_six_dimensions_has_few_between_reshapes(operator: str) -> None:
     name, node = NODES[operator]
-    size = {"ReduceSum": 18, "Concat": 144}.get(operator, 72)
+    size = {"ReduceSum": 18, "Concat": 144, "ReduceMean": 1, "Slice": 36}.get(operator, 72)
     model = parsed(
         f"""(float[2, 4, 9] x) => (float[{size}] y) <int64[6] wide = {{2, 2, 2, 3, 3, 1}},
-        int64[1] flat = {{-1}}, int64[2] i = {{1, 0}}, int64[2] axes = {{1, 2}},
+        int64[1] flat = {{-1}}, int64[2] i = {{1, 0}}, int64[2] axes = {{1, 2}}, int64[2] ends = {{2, 9}},
         float[3, 1] row = {{1, 2, 3}}>
         {{ {SPLIT} {node} y = Reshape (b, flat) }}"""
     )
