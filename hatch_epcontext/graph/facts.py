@@ -172,6 +172,9 @@ class NodeFacts:
     waived: bool = False
 
 
+INSIDE = "/inside"
+"""What follows the name of a node that is left to the CPU, in that of its copy in a Loop."""
+
 _MAX_NODES = 20
 """The most nodes of a group that a message names."""
 

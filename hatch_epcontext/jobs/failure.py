@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import Advice, BuildError, Key, Kind, Problem, Setting
-from hatch_epcontext.graph.facts import Declined, NodeFacts, describe_nodes, freeze
+from hatch_epcontext.graph.facts import INSIDE, Declined, NodeFacts, describe_nodes, freeze
 from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION, REPEATING, is_of_integers
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, Search
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.results import Coverage
+from hatch_epcontext.worker.results import Context, Coverage
 
 _CPU = "cpu"
 """The provider for the CPU, and the usual name of its target."""
@@ -43,18 +43,23 @@ def failure(
     are left to the CPU, or the EP's refusal, in that order. ``jobs``: those of the build.
     """
     compiled = [attempt for attempt in attempts if attempt.record is not None]
-    if differing := [attempt for attempt in compiled if search.differences(attempt)]:
+    left = [attempt for attempt in attempts if attempt.recipe.left]
+    right = [a for a in left if search.validations_of(a) and not search.differences(a)]
+    differing = [attempt for attempt in compiled if search.differences(attempt) and not right]
+    if differing:
         cause = max(differing, key=lambda attempt: search.verdict(attempt).margin)
         problems = search.differences(cause)
+        if any(a.refused and a.refused.problems[0].kind is Kind.NOTHING_COMPILED for a in left):
+            problems = tuple(_as_refusal(problem, job.target) for problem in problems)
     elif covering := [attempt for attempt in compiled if attempt.may_ship]:
         # The best of all forms: it leaves the user least to solve.
-        cause = max(covering, key=lambda a: a.share)
+        cause = max(right or covering, key=lambda a: a.share)
         declined = {
             (reason.node, reason.operator, reason.rewrite): reason
             for attempt in attempts
             for reason in attempt.declined
         }
-        form, contexts = cause.recipe.form_of(job), cause.record.contexts if cause.record else ()
+        form, contexts = cause.recipe.form_of(job), _contexts_of(cause, search)
         problems = tuple(
             problem
             for model, context in zip(form.models, contexts, strict=True)
@@ -72,7 +77,7 @@ def failure(
         again = f"This was tried before ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
         first = replace(first, message=f"{first.message}\n{again}")
     first = replace(first, tried=search.notes(cause))
-    if not differing:
+    if not differing and not right:
         first = _with_unrolling(first, job, attempts)
     if _is_broken(job, cause, attempts):
         hint = (
@@ -83,6 +88,34 @@ def failure(
     elif cause.stopped_in != "prepare" and first.kind in _OF_THE_EP:
         first = _with_last_remedy(first, job, jobs)
     return BuildError(first, *others)
+
+
+def _as_refusal(problem: Problem, target: Target) -> Problem:
+    """``problem`` of outputs that differ, where nothing is left that the EP computes right."""
+    message = f"{target.provider.ep} computes no node of the model right: {problem.message}"
+    return replace(problem, kind=Kind.NOTHING_COMPILED, message=message)
+
+
+def _contexts_of(attempt: Attempt, search: Search) -> Iterator[Context]:
+    """The models of its artifact, with the reasons for nodes that its recipe leaves to the CPU."""
+    culprits = {
+        culprit.name: culprit
+        for other in search.attempts
+        for validated in other.validations.values()
+        if (culprit := validated.validation.culprit) is not None
+    }
+    contexts = attempt.record.contexts if attempt.record else ()
+    for context in contexts:
+        if (coverage := context.coverage) is None or not attempt.recipe.left:
+            yield context
+            continue
+        uncovered = tuple(
+            culprits.get(node.name, node)
+            for node in coverage.uncovered
+            # Nodes in a Loop around one that is left.
+            if node.name.partition(INSIDE)[0] not in culprits or INSIDE not in node.name
+        )
+        yield replace(context, coverage=replace(coverage, uncovered=uncovered))
 
 
 def _is_broken(job: Job, cause: Attempt, tried: Iterable[Attempt]) -> bool:

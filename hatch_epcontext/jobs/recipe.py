@@ -38,6 +38,7 @@ class Recipe:
     ``takes_control_flow``: whether a model is compiled although preparation leaves control flow in it.
     ``corrections``: the rewrites for the EP's number format, see `number_format`; they come last.
     ``dequantize``: whether dynamic quantization is undone although the target does not require it.
+    ``left``: the nodes of each model that the CPU computes, which the EP computes wrong; after all else.
     """
 
     simplifier: Simplifier
@@ -47,12 +48,13 @@ class Recipe:
     takes_control_flow: bool = True
     corrections: tuple[RewriteName, ...] = ()
     dequantize: bool = False
+    left: tuple[Nodes, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether the models are compiled as the target requires, with its options."""
-        changed = self.changes or self.options or self.last_corrections or self.dequantize
-        return self.fuse and not changed
+        changes = (self.changes, self.options, self.last_corrections, self.left)
+        return self.fuse and not self.dequantize and not any(changes)
 
     @property
     def name(self) -> str:
@@ -63,6 +65,7 @@ class Recipe:
         parts += (f"with {name} = {value}" for name, value in self.options)
         parts += dict.fromkeys(words[change.kind] for change in self.changes)
         parts += ["rewriting for accuracy"] if self.last_corrections else []
+        parts += ["leaving nodes to the CPU"] if self.left else []
         simplified = f"simplified by {self.simplifier}" if self.simplifier != "none" else "as it is"
         return ", ".join(parts) or simplified
 

@@ -448,6 +448,22 @@ def _only_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     return recipe if form.search.settings.unroll_limit else None
 
 
+def _left(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+    """Nodes whose values the number format cannot represent, left to the CPU."""
+    attempts = (form.covering, *form.enough("correct", "restart"))
+    last = own[-1] if own else max(attempts, key=lambda a: form.verdict(a).margin)
+    if last.record is None or not form.verdict(last).differs:
+        return None
+    validations = form.search.validations_of(last)
+    before = last.recipe.left or tuple(() for _ in last.record.contexts)
+    left = []
+    for context, nodes in zip(last.record.contexts, before, strict=True):
+        validated = validations.get(context.model)
+        culprit = validated.validation.culprit if validated else None
+        left.append(tuple(sorted({*nodes, *([culprit.name] if culprit else ())})))
+    return replace(last.recipe, left=tuple(left)) if any(left) else None
+
+
 def _without_rewrites(form: Form) -> Recipe:
     """The recipe of the best candidate without its rewrites, which may be the cause."""
     corrections = form.helpful(*ALWAYS)
@@ -462,7 +478,7 @@ class Stage:
     stage's own attempts, at most ``rounds``.
     """
 
-    phase: Literal["prepare", "cover", "correct", "restart"]
+    phase: Literal["prepare", "cover", "correct", "restart", "leave"]
     applies: Callable[[Form], bool] | None
     propose: Callable[[Form, Sequence[Attempt]], Recipe | None]
     rounds: int = 1
@@ -481,6 +497,7 @@ STAGES = (
     Stage("restart", _is_wrong_in_kernels, _unfused),
     Stage("restart", _is_wrong_in_kernels, _only_unrolled),
     Stage("restart", _differs, _all_rewritten, rounds=_ROUNDS),
+    Stage("leave", _differs, _left, rounds=_ROUNDS),
 )
 """All ways to find a recipe, in order."""
 

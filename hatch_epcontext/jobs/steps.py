@@ -24,7 +24,7 @@ from hatch_epcontext.jobs.artifact import Artifact, Source
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
-from hatch_epcontext.jobs.recipe import Change, Recipe, Record, Stop, Times
+from hatch_epcontext.jobs.recipe import Change, Nodes, Recipe, Record, Stop, Times
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import Context, Validated, ValidationStatus
@@ -41,7 +41,18 @@ _SMALL = 10 * 10**6
 T = TypeVar("T")
 
 Corrections: TypeAlias = tuple[RewriteName, ...]
-"""The rewrites for accuracy that a recipe ends with."""
+"""The rewrites for accuracy of a recipe."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """The names of nodes of a model that are left to the CPU."""
+
+    nodes: Nodes
+
+
+Edit: TypeAlias = Change | Corrections | Left
+"""What a recipe does with a prepared model."""
 
 _DEVICES: dict[str, threading.Lock] = {}
 """The locks of exclusive devices, by the names of their EPs, for all builds of this process."""
@@ -208,9 +219,11 @@ class Steps:
                 preparation = replace(prepared.preparation, rewrites=(_UNFUSED,))
                 prepared = replace(prepared, preparation=preparation)
             self._prepared[done] = prepared
-        edits: list[Change | Corrections] = [*recipe.changes]
+        edits: list[Edit] = [*recipe.changes]
         if recipe.corrections:
             edits.append(recipe.corrections)
+        if recipe.left:
+            edits.append(Left(recipe.left[index]))
         for edit in edits:
             done = (*done, edit)
             before, prepared = prepared, self._prepared.get(done)
@@ -222,6 +235,8 @@ class Steps:
     def _adds(self, job: Job, index: int, recipe: Recipe, worker: Worker) -> bool:
         """Whether what ``recipe`` adds last to the plain one changes the model with this ``index``."""
         prepared = self.prepare(job, index, recipe, worker)
+        if recipe.left:
+            return prepared.changed
         if last := recipe.last_corrections:
             # The rewrites for all models may change nothing in this one.
             return not last.isdisjoint(prepared.preparation.rewrites)
@@ -237,7 +252,7 @@ class Steps:
     ) -> tuple[Prepared, ...] | Attempt:
         """The models of ``job``, prepared and changed; or the attempt that ends there."""
         corrections = tuple(name for name in recipe.corrections if name in ALWAYS)
-        plain = replace(recipe, changes=(), fuse=True, corrections=corrections)
+        plain = replace(recipe, changes=(), fuse=True, corrections=corrections, left=())
         numbers = range(len(job.models))
         try:
             prepared = [self.prepare(job, number, plain, worker) for number in numbers]
@@ -295,7 +310,7 @@ class Steps:
         job: Job,
         index: int,
         before: Prepared,
-        edit: Change | Corrections,
+        edit: Edit,
         recipe: Recipe,
         worker: Worker | Workers,
     ) -> Prepared:
@@ -303,8 +318,9 @@ class Steps:
         from hatch_epcontext.worker.requests import RewriteRequest
 
         change = edit if isinstance(edit, Change) else None
-        corrections = () if isinstance(edit, Change) else edit
+        corrections = edit if isinstance(edit, tuple) else ()
         uncovered = change.refused[index] if change and change.refused is not None else None
+        uncovered = edit.nodes if isinstance(edit, Left) else uncovered
         if uncovered == () or (
             corrections and frozenset(corrections).isdisjoint(before.applicable)
         ):
@@ -323,6 +339,7 @@ class Steps:
             unroll_limit=settings.unroll_limit if change and change.kind == "unroll" else None,
             corrections=corrections,
             faults=job.target.provider.rewrites,
+            leaves=isinstance(edit, Left),
         )
         log = folder / "call"
         after = worker.call(request, log, location=job.location, step="preparation")
@@ -375,7 +392,7 @@ def may_avoid(error: BuildError, recipe: Recipe) -> bool:
 
 
 def _call_again(call: Callable[[], T]) -> T:
-    """What ``call`` returns, or what it returns the second time if a worker crashes: that may be transient."""
+    """What ``call`` returns; it is called again if a worker crashes, which may be transient."""
     try:
         return call()
     except CrashError:

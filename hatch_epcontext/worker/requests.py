@@ -136,7 +136,8 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     if ``before`` has a reference. ``folder`` exists and is empty. ``tolerance``: how far it may differ if
     its numbers were changed before. With an ``unroll_limit`` loops and layers of known length are unrolled
     instead, up to that many nodes. With ``corrections``, the ids of rewrites for accuracy, only these are
-    applied. ``faults``: those that the EP needs in any number format.
+    applied. ``faults``: those that the EP needs in any number format. With ``leaves`` those of ``uncovered``
+    become such that the EP leaves them to the CPU.
     """
 
     model: Model
@@ -148,6 +149,7 @@ class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     unroll_limit: int | None = None
     corrections: tuple[RewriteName, ...] = ()
     faults: tuple[RewriteName, ...] = ()
+    leaves: bool = False
 
 
 @dataclass(frozen=True)

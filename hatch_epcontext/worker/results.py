@@ -289,6 +289,7 @@ class Validation:
     was with that.
     ``simulated``: whether a simulator of the device ran it. ``failures``: why it could not be opened or run.
     ``inputs``: their values that were compared.
+    ``culprit``: the first node that makes outputs differ, which the number format cannot represent.
     """
 
     status: ValidationStatus
@@ -303,6 +304,7 @@ class Validation:
     simulated: bool = False
     failures: tuple[Problem, ...] = ()
     inputs: tuple[InputValues, ...] = ()
+    culprit: NodeFacts | None = None
 
     @property
     def few(self) -> bool:

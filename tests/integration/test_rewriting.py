@@ -154,14 +154,32 @@ def test_the_cpu_casts_values_of_types_that_the_ep_lacks(tmp_path: Path, dtype: 
     assert "compute_in_32_bits" in compiled.preparation.rewrites
 
 
-def test_what_qnn_computes_wrong_is_rewritten_at_last(tmp_path: Path) -> None:
+def test_what_qnn_computes_wrong_is_rewritten_at_once(tmp_path: Path) -> None:
     model = parsed(
         """(float[1, 3, 32, 32] x) => (float[1, 3, 32, 32] y)
         { y = AveragePool <kernel_shape = [3, 3], pads = [2, 2, 0, 0]> (x) }"""
     )
     (compiled,) = compile_job_for_qnn(model, tmp_path).models
-    assert compiled.preparation.rewrites in ((), ("pool_as_slices",))
+    assert compiled.preparation.rewrites == ("pool-padding",)
     assert compiled.validation.status is ValidationStatus.RAN
+
+
+def test_a_node_whose_values_float16_lacks_is_left_to_the_cpu(tmp_path: Path) -> None:
+    x = np.array([[0, 1, 2, 3], [10000, 10001, 10002, 10003]], np.float32)
+    np.savez(tmp_path / "samples.npz", x=x)
+    model = parsed(
+        """(float[2, 4] x) => (float[2, 4] y, float[2, 4] z)
+        { [shares] y = Softmax (x) z = Tanh (x) }"""
+    )
+    validate = {"inputs": str(tmp_path / "samples.npz")}
+    with pytest.raises(BuildError, match=r"EPC302[^$]*Softmax shares \(has an error of 49 %\)"):
+        compile_for_qnn(model, tmp_path, settings={"validate": validate})
+    settings = {"min-coverage": 0.1, "validate": validate}
+    compiled = compile_for_qnn(model, tmp_path, settings=settings)
+    assert compiled.preparation.rewrites == ("leave_to_cpu",)
+    assert compiled.validation.status is ValidationStatus.RAN
+    assert compiled.coverage is not None
+    assert compiled.coverage.compiled
 
 
 @pytest.mark.parametrize(

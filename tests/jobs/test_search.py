@@ -487,7 +487,9 @@ def test_a_winner_that_could_not_be_run_loses_where_it_differs() -> None:
 def test_the_rewrites_that_an_ep_needs_in_any_number_format_are_applied_without_one() -> None:
     ep = Ep({"plain": ()})
     ep.finish(search_for(provider_options={"enable_htp_fp16_precision": "0"}))
-    assert [recipe.corrections for recipe in ep.compiled] == [("int64-outputs", *WHOLE)]
+    assert [recipe.corrections for recipe in ep.compiled] == [
+        ("int64-outputs", "pool-padding", *WHOLE)
+    ]
 
 
 def test_what_compiles_and_cannot_be_run_loses_to_what_can(project: Path) -> None:

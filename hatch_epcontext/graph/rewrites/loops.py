@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, TooManyNodesError
+from hatch_epcontext.graph.builder import Builder, Outputs, TooManyNodesError, copy_of
 from hatch_epcontext.graph.dtypes import Array
-from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import rewrites
+from hatch_epcontext.graph.facts import INSIDE, Declined
+from hatch_epcontext.graph.rewriting import Operators, Rewrite, onnx_operators, rewrites
 from hatch_epcontext.graph.scope import Scope
 
 SCANS_WITHOUT_BATCH = 9
@@ -227,3 +227,43 @@ def _filled(body: onnx.GraphProto, index: int, value: int) -> Array:
     """``value`` in the shape of the body's input ``index``: a number or a list of one."""
     dtype = (np.int64, np.bool_)[index]
     return np.full([1] * len(body.input[index].type.tensor_type.shape.dim), value, dtype)
+
+
+def _loop_once(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The same in a Loop of one iteration, which NPUs leave to the CPU."""
+    inner = copy_of(node)
+    inner.name = builder.fresh(f"{node.name}{INSIDE}")
+    cond, goes_on = builder.fresh("cond"), builder.fresh("goes_on")
+    results = [onnx.ValueInfoProto(name=goes_on)]
+    results[0].type.tensor_type.elem_type = TensorProto.BOOL
+    for index, name in enumerate(node.output):
+        if not name:
+            continue
+        inner.output[index] = builder.fresh(f"{name}/inside")
+        if (type_ := scope.types.get(name)) is None:
+            return Declined(f"the type of {name!r} is not known")
+        results.append(onnx.ValueInfoProto(name=inner.output[index], type=type_))
+    number = helper.make_tensor_value_info(builder.fresh("number"), TensorProto.INT64, [])
+    condition = helper.make_tensor_value_info(cond, TensorProto.BOOL, [])
+    body = helper.make_graph(
+        [helper.make_node("Identity", [cond], [goes_on], f"{inner.name}/condition"), inner],
+        builder.fresh("once"),
+        [number, condition],
+        results,
+    )
+    operands = [builder.store(np.int64(1)), builder.store(np.bool_(True))]
+    outputs = builder.add_all("Loop", operands, [name for name in node.output if name], body=body)
+    builder.nodes[-1].name = node.name
+    values = []
+    for output, name in zip(outputs, filter(None, node.output), strict=True):
+        shape = scope.shape(name)
+        is_fixed = shape is not None and 0 not in shape
+        values.append(
+            builder.reshape(output, shape or ()) if is_fixed else builder.squeeze(output, [0])
+        )
+    results_of = iter(values)
+    return [next(results_of) if name else "" for name in node.output]
+
+
+leave_to_cpu = Rewrite("leave_to_cpu", Operators(onnx_operators, lambda name: True), _loop_once)
+"""Any operator, such that an NPU leaves it to the CPU."""

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
@@ -128,15 +129,15 @@ def pad_before(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         return [value]
     padding = bool(graph.number(node, "count_include_pad", 0))
     counts = _counts(windows, padding=padding)
-    size = math.prod(window.kernel for window in windows)
-    if (counts == size).all():
+    factors = math.prod(window.kernel for window in windows) * (1 / counts)
+    if (factors == 1).all():
         return [value]
-    return [builder.add("Mul", value, builder.store((size / counts).astype(builder.dtype)))]
+    return [builder.add("Mul", value, builder.store(factors.astype(builder.dtype)))]
 
 
-def _counts(windows: Sequence[_Window], *, padding: bool) -> Array:
+def _counts(windows: Sequence[_Window], *, padding: bool) -> NDArray[np.float64]:
     """How many values each window of all axes has, with or without those of the padding."""
-    counts: Array = np.ones(1)
+    counts = np.ones(1)
     for window in windows:
         counts = np.multiply.outer(counts, window.counts(padding=padding))
     return counts

@@ -18,6 +18,7 @@ from hatch_epcontext.graph.builder import TooManyNodesError
 from hatch_epcontext.graph.external import put_data
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
+from hatch_epcontext.graph.rewrites.loops import leave_to_cpu
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
 from hatch_epcontext.graph.rewriting import Rewrite, apply
 from hatch_epcontext.graph.scope import Types
@@ -122,6 +123,8 @@ class _RewriteSession:
         """The rewrites that may change the model."""
         if corrections := self.request.corrections:
             return tuple(rewrite for name, rewrite in PRECISE.items() if name in corrections)
+        if self.request.leaves:
+            return (leave_to_cpu,)
         if self.request.unroll_limit is not None:
             return UNROLLS
         faults = (None, *self.request.faults)

@@ -137,13 +137,14 @@ def _compare(
     if divergence:
         announce("looking for the first node that differs")
     if (difference := compared.difference) is not None:
-        cause = ""
+        cause, culprit = "", None
         if divergence and emulated:
-            cause = cause_of(divergence, emulated.of(difference.run), difference.margin)
+            cause, culprit = cause_of(divergence, emulated.of(difference.run), difference.margin)
         explained = explain(difference, tolerance, subject, expected.facts, cause)
         differing = {item.agreement.output: item.agreement for item in explained}
         agreements = tuple(differing.get(a.output, a) for a in compared.agreements)
-        return replace(validation, agreements=agreements, problems=problems_of(explained))
+        problems = problems_of(explained)
+        return replace(validation, agreements=agreements, problems=problems, culprit=culprit)
     if divergence and emulated:
         ordinary = emulated.ordinary
         emulation = effect(divergence, ordinary, ordinary.corrected(compared.levels))

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array, Arrays
+from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.graph.rounding import applies, exposed, rounded
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.worker.comparison.emulation import FormattedModel, named
+from hatch_epcontext.worker.comparison.emulation import FormattedModel
 from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Levels
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_frames
 from hatch_epcontext.worker.session import open_unoptimized
@@ -103,23 +104,37 @@ class Divergence:
     model: FormattedModel
     reference: Reference
 
-    def first(self, run: ReferenceRun) -> str | None:
-        """The first node whose results are wrong for ``run``, and why, in words; None if there is none."""
+    def first(self, run: ReferenceRun) -> NodeFacts | None:
+        """The first node whose results are wrong for ``run``, and why; None if there is none."""
         inner = self._inner(run)
         return None if inner is None else self._first_wrong(inner, min(_WRONG, inner.error / 2))
+
+    def first_infinite(self, run: ReferenceRun) -> NodeFacts | None:
+        """The first node that reads or makes values which are not finite, if the format has none."""
+        inner = self._inner(run)
+        if inner is None or not self.model.format.seen:
+            return None
+        infinite = {name for name, array in inner.exact.items() if not np.isfinite(array).all()}
+        for node in self.model.computed:
+            if not infinite.isdisjoint((*node.input, *node.output)):
+                reason = (
+                    f"has values that are not finite, which the EP's {self.model.format.name} lacks"
+                )
+                return NodeFacts(node.name, graph.operator(node), reason)
+        return None
 
     def hurt(self, levels: Levels) -> Iterator[str]:
         """Nodes whose values are clamped, or that use a number that the format cannot represent."""
         for run in (levels[0].run, levels.worst.run):
             is_right = levels.of(run).snr > 2 * WORTH_RUNNING
-            if (self._lost or (not is_right and self._exceeds(run))) and (
-                inner := self._inner(run)
-            ):
-                yield from filter(None, [self._first_wrong(inner, math.inf)])
+            is_hurt = self._lost or (not is_right and self._exceeds(run))
+            inner = self._inner(run) if is_hurt else None
+            if inner is not None and (node := self._first_wrong(inner, math.inf)):
+                yield describe(node)
 
-    def _first_wrong(self, inner: _Inner, error: float) -> str | None:
+    def _first_wrong(self, inner: _Inner, error: float) -> NodeFacts | None:
         """The first node whose values the format clamps, that uses a number which it lacks, or whose results
-        have a larger ``error``, in words.
+        have a larger ``error``, with the reason.
 
         What has no effect counts as right, as in a mask.
         """
@@ -130,7 +145,7 @@ class Divergence:
             else:
                 is_wrong = inner.behind(node) > error
             if is_wrong:
-                return self._words(node, inner)
+                return NodeFacts(node.name, graph.operator(node), self._words(node, inner))
         return None
 
     def _inner(self, run: ReferenceRun) -> _Inner | None:
@@ -190,20 +205,25 @@ class Divergence:
         return lost
 
     def _words(self, node: onnx.NodeProto, inner: _Inner) -> str:
-        """A description of ``node`` and of the fault in its result."""
-        name, format_ = named(node), self.model.format
+        """The fault in the result of ``node``, as the end of a sentence about it."""
+        format_ = self.model.format
         if lost := [self._lost[operand] for operand in node.input if operand in self._lost]:
-            return f"{name} uses {lost[0]:g}, which {format_.name} does not have"
+            return f"uses {lost[0]:g}, which {format_.name} does not have"
         largest = inner.largest(node)
         wide = node.op_type in format_.sums
         if largest > (ends := format_.largest_of_sums if wide else format_.largest):
-            return f"{name} reaches {_number(largest)}; {format_.name} ends at {_number(ends)}"
+            return f"reaches {_number(largest)}; {format_.name} ends at {_number(ends)}"
         for fault in format_.faults_of(graph.operator(node)):
             if fault.gives is not None and applies(fault, node, self.model.scope):
                 fed = np.asarray(inner.rounded.get(node.input[fault.operand], ()), np.float64)
                 if ((fed >= fault.low) & (fed <= fault.high)).any():
-                    return f"{name} {fault.text}"
-        return f"{name} has an error of {min(100 * inner.behind(node), 100):.2g} %"
+                    return fault.text
+        return f"has an error of {min(100 * inner.behind(node), 100):.2g} %"
+
+
+def describe(node: NodeFacts) -> str:
+    """A sentence about ``node``, without its period."""
+    return f"{node.op} {node.name} {node.reason}"
 
 
 def _open(model: onnx.ModelProto) -> ort.InferenceSession | None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from hatch_epcontext.graph.dtypes import is_float
-from hatch_epcontext.worker.comparison.diverging import Divergence
+from hatch_epcontext.graph.facts import NodeFacts
+from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.emulation import FormattedModel
 from hatch_epcontext.worker.comparison.levels import Level, Levels
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
@@ -31,8 +32,8 @@ def effect(divergence: Divergence, emulated: Levels, levels: Levels) -> Emulatio
         first = min(
             levels, key=lambda level: (level.spare >= SENSITIVE, not level.run.usual, level.spare)
         )
-        description = divergence.first(first.run)
-        reason = f"{_describe(first, model)}{f': {description}' if description else ''}"
+        node = divergence.first(first.run)
+        reason = f"{_describe(first, model)}{f': {describe(node)}' if node else ''}"
     elif hurt := next(divergence.hurt(levels), None) or _flat(reference, model.format.name):
         reason = hurt
     elif reference.facts.is_lasting:
@@ -52,15 +53,16 @@ def effect(divergence: Divergence, emulated: Levels, levels: Levels) -> Emulatio
     )
 
 
-def cause_of(divergence: Divergence, level: Level, margin: float) -> str:
+def cause_of(divergence: Divergence, level: Level, margin: float) -> tuple[str, NodeFacts | None]:
     """Why the target may differ by ``margin`` from the source for the sample of ``level``: a sentence about
-    the first diverging node.
+    the first diverging node, and that node.
     """
     model, limit = divergence.model, min(SENSITIVE, margin + GAIN)
-    if level.margin < limit and (description := divergence.first(level.run)):
-        return f"The first diverging node: {description}."
+    node = divergence.first(level.run) if level.margin < limit else None
+    if node := node or divergence.first_infinite(level.run):
+        return f"The first diverging node: {describe(node)}.", node
     text = f"{_describe(level, model)}, so the EP computes an operator wrong"
-    return f"{text}: perhaps {model.optimistic}." if model.optimistic else f"{text}."
+    return f"{text}: perhaps {model.optimistic}." if model.optimistic else f"{text}.", None
 
 
 def _nearest(worst: Level, margin: float) -> Agreement | None:

@@ -160,6 +160,11 @@ CORRECTED: Mapping[str, Variants] = {
         8: """(float[2, 3, 4] x) => (int64[3, 2, 1] y)
         { t = Transpose <perm = [1, 0, 2]> (x) y = ArgMax <axis = 2> (t) }""",
     },
+    "pool-padding": {
+        7: """(float[1, 2, 6, 6] x) => (float[1, 2, 6, 6] y)
+        { y = LpPool <kernel_shape = [2, 2], pads = [0, 0, 1, 1]> (x) }"""
+    },
+    "log-sum-exp": reducing("a = Exp (x)", "ReduceSum", "y = Log (b)"),
     "log-power": {
         8: f"{X} <{NUMBERS}> {{ a = Mul (x, x) b = Add (a, a) c = Max (half, b) y = Log (c) }}"
     },

@@ -14,7 +14,7 @@ from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.graph.number_format import FLOAT16, Fault, NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import compare_runs
-from hatch_epcontext.worker.comparison.diverging import Divergence
+from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect
 from hatch_epcontext.worker.comparison.emulation import FormattedModel, emulate
 from hatch_epcontext.worker.comparison.levels import Levels, choose
@@ -140,7 +140,7 @@ def test_what_no_emulation_shows_is_run_on_the_target(tmp_path: Path) -> None:
     coarse = replace(FLOAT16, faults=(TABLE,))
     assert len(chosen(made, tmp_path, coarse)) == 4
     divergence, levels = emulated(made, tmp_path, coarse)
-    assert "Sigmoid gate, which is coarse behind Gemm" in cause_of(divergence, levels[0], -5.0)
+    assert "Sigmoid gate, which is coarse behind Gemm" in cause_of(divergence, levels[0], -5.0)[0]
 
 
 def test_the_target_runs_one_sample_of_a_large_model(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_disagreement_is_explained_by_the_emulation(
     session = open_session(broken, cpu_options())
     difference = compare_runs(session, divergence.reference, QNN, runs, levels).difference
     assert difference is not None
-    assert message in cause_of(divergence, levels.of(difference.run), difference.margin)
+    assert message in cause_of(divergence, levels.of(difference.run), difference.margin)[0]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,9 @@ def test_a_known_fault_is_named_only_where_a_value_has_it(
     )
     fault = Fault("Log", "is 0 above 2", low=2.0, high=1e5, gives=0.0)
     divergence, levels = emulated(made, tmp_path, replace(FLOAT16, faults=(fault,)))
-    assert (divergence.first(levels[0].run) or "").startswith(words)
+    node = divergence.first(levels[0].run)
+    assert node is not None
+    assert describe(node).startswith(words)
 
 
 def detector() -> onnx.ModelProto:
