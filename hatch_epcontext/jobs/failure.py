@@ -49,7 +49,10 @@ def failure(
     if differing:
         cause = max(differing, key=lambda attempt: search.verdict(attempt).margin)
         problems = search.differences(cause)
-        if any(a.refused and a.refused.problems[0].kind is Kind.NOTHING_COMPILED for a in left):
+        if any(
+            a.stop and a.stop.problems and a.stop.problems[0].kind is Kind.NOTHING_COMPILED
+            for a in left
+        ):
             problems = tuple(_as_refusal(problem, job.target) for problem in problems)
     elif covering := [attempt for attempt in compiled if attempt.may_ship]:
         # The best of all forms: it leaves the user least to solve.
