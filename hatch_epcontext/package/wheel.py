@@ -256,7 +256,8 @@ def loose_bounds(
         bound = max(oldest.values())
         releases = [f"1.{minor}.{patch}" for minor in range(bound.minor + 1) for patch in range(9)]
         older = [release for release in releases if Version(release) < bound]
-        if _is_for_new_python(requirement) and _allows(requirement, older):
+        allowed = (requirement.specifier.contains(old, prereleases=True) for old in older)
+        if _is_for_new_python(requirement) and any(allowed):
             yield (
                 f"the dependency {requirement} allows releases that cannot open what is compiled for "
                 f"{listing(oldest)}: there the app always gets the CPU. Write: {requirement.name}>={bound}"
