@@ -46,7 +46,14 @@ from hatch_epcontext.jobs.search import (
 from hatch_epcontext.jobs.sources import input_files
 from hatch_epcontext.jobs.steps import Build, Steps, may_avoid
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.worker.results import Answer, Context, Validated, Validation, ValidationStatus
+from hatch_epcontext.worker.results import (
+    Answer,
+    Context,
+    Nearness,
+    Validated,
+    Validation,
+    ValidationStatus,
+)
 
 _ANNOUNCED = 10.0
 """Seconds after which a job prints a line for each recipe."""
@@ -189,7 +196,7 @@ class _JobRun:
                     return outcome, search
                 else:
                     self._store(outcome.attempt)
-                    validated = self._validated(search, outcome.attempt, artifact)
+                    validated = self._validated(search, outcome.attempt, artifact, outcome.to_beat)
                     search = search.adding(validated)
         finally:
             if search is not before:
@@ -257,20 +264,33 @@ class _JobRun:
         models = [(context.model, context.coverage is not None) for context in record.contexts]
         return models == [(model.name, is_covered) for model in self._job.models]
 
-    def _validated(self, search: Search, attempt: Attempt, artifact: Artifact) -> Attempt:
+    def _validated(
+        self,
+        search: Search,
+        attempt: Attempt,
+        artifact: Artifact,
+        to_beat: Nearness | None = None,
+    ) -> Attempt:
         """``attempt``, whose models are run as far as the verdict needs it."""
         form, compared = attempt.recipe.form_of(self._job), search.terms.compared
         validations = dict(self._replayed(attempt, search).validations)
         for model, context in zip(form.models, artifact.record.contexts, strict=True):
             validated = validations.get(compared[model.name])
             if validated is None:
-                validated = self._validate(form, model, artifact, context)
+                validated = self._validate(form, model, artifact, context, to_beat)
                 validations[compared[model.name]] = validated
             if validated.validation.differs:
                 break
         return replace(attempt, validations=validations)
 
-    def _validate(self, form: Job, model: Model, artifact: Artifact, context: Context) -> Validated:
+    def _validate(
+        self,
+        form: Job,
+        model: Model,
+        artifact: Artifact,
+        context: Context,
+        to_beat: Nearness | None,
+    ) -> Validated:
         """Validate a model of ``artifact``, or what is compiled alone if this machine cannot open that."""
         if form.target.from_cache:
             reason = (
@@ -284,7 +304,7 @@ class _JobRun:
             return worst_of_alone([b.validated[model.name] for b in built], reason)
         with self._files_unchanged():
             try:
-                return self._steps.validate(form, model, artifact, context)
+                return self._steps.validate(form, model, artifact, context, to_beat)
             except BuildError as error:
                 if not may_avoid(error, artifact.record.recipe):
                     raise

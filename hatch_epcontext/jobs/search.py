@@ -32,6 +32,7 @@ from hatch_epcontext.worker.results import (
     NOTHING,
     AgreementStatus,
     Coverage,
+    Nearness,
     Simplifier,
     Validated,
 )
@@ -47,6 +48,11 @@ models with constant conditions, which onnxslim simplifies.
 _ROUNDS = 3
 """How often rewriting, and unrolling, change a model: an EP may also refuse the result of a rewrite."""
 
+_PATIENCE, _SHORT = 4.0, 30.0
+"""How many times longer than compiling and one run a search goes on although a result may be shipped; and the
+seconds that it may always take.
+"""
+
 _MAX_REASONS = 8
 """The most reasons why rewrites did not apply that a note has."""
 
@@ -55,12 +61,12 @@ _MAX_REASONS = 8
 class Verdict:
     """How near an attempt is to the CPU: ``margin`` in decibels above the limits, negative beyond them.
 
-    It is sensitive if other inputs may differ. ``in_format``: whether an emulation of the number format shows
-    why; ``gap``: the decibels by which a run is worse than its emulation; ``in_layers``: whether layers have
-    inexact kernels.
+    It is sensitive if other inputs may differ, and beaten if another recipe is as near. ``in_format``:
+    whether an emulation of the number format shows why; ``gap``: the decibels by which a run is worse than
+    its emulation; ``in_layers``: whether layers have inexact kernels.
     """
 
-    status: Literal["agrees", "sensitive", "differs", "not-run"]
+    status: Literal["agrees", "sensitive", "beaten", "differs", "not-run"]
     margin: float = math.inf
     gap: float = 0.0
     in_format: bool = False
@@ -73,20 +79,22 @@ class Verdict:
 
     @property
     def differs(self) -> bool:
-        """Whether an output is beyond its limits, or the artifact cannot be run."""
-        return self.status == "differs"
+        """Whether an output is beyond its limits, or it cannot be run, or was not run to its end."""
+        return self.status in ("differs", "beaten")
 
     @property
     def in_kernels(self) -> bool:
         """Whether the kernels of the EP are less exact than its number format."""
         return self.gap >= GAIN
 
+    @property
+    def nearness(self) -> Nearness:
+        """Its margin and gap."""
+        return Nearness(self.margin, self.gap)
+
     def is_worth(self, other: Verdict) -> bool:
         """Whether outputs are so much nearer than in ``other``, which does not agree, that changes pay."""
-        if other.agrees:
-            return False
-        is_closer = self.margin >= other.margin and self.gap < other.gap - GAIN
-        return is_closer or self.margin >= other.margin + GAIN
+        return not other.agrees and self.nearness.is_worth(other.nearness)
 
 
 @dataclass(frozen=True)
@@ -227,11 +235,14 @@ def verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
         for v in validations
         if not (v.synthetic and v.emulation and 0 < v.emulation.samples <= FEW_SAMPLES)
     )
+    gap = max((a.gap or 0.0 for v in small for a in v.agreements), default=0.0)
+    if any(one.beaten for one in validated.values()):
+        return Verdict("beaten", margin, gap)
     is_sensitive = any(a.status is AgreementStatus.SENSITIVE for a in agreements)
     return Verdict(
         "sensitive" if is_sensitive else "agrees" if agreements else "not-run",
         max(0.0, margin),
-        max((a.gap or 0.0 for v in small for a in v.agreements), default=0.0),
+        gap,
         any(emulation.in_format for emulation in emulations),
         any(emulation.inexact for emulation in emulations),
     )
@@ -321,8 +332,10 @@ def _leaves_nodes(form: Form) -> bool:
 
 def _is_inexact(form: Form) -> bool:
     """Results differ from the CPU's, or may differ for other inputs."""
-    is_compared = form.search.compares and form.search.is_enough(form.covering)
-    return is_compared and not form.verdict(form.nearest).agrees
+    if not (form.search.compares and form.search.is_enough(form.covering)):
+        return False
+    verdict = form.verdict(form.nearest)
+    return not verdict.agrees and (verdict.differs or not form.search.is_spent)
 
 
 def _differs(form: Form) -> bool:
@@ -336,8 +349,9 @@ def _differs(form: Form) -> bool:
 def _is_wrong_in_kernels(form: Form) -> bool:
     """They still do, because the EP's kernels are less exact than its number format."""
     candidates = form.candidates if form.search.compares else []
-    verdicts = map(form.verdict, candidates)
-    if any(verdict.agrees or not verdict.in_kernels for verdict in verdicts):
+    if any(v.agrees or not v.in_kernels for v in map(form.verdict, candidates)):
+        return False
+    if form.search.is_spent and not all(form.verdict(a).differs for a in candidates):
         return False
     restarted = map(form.verdict, form.enough("restart"))
     return bool(candidates) and not any(verdict.agrees for verdict in restarted)
@@ -523,7 +537,8 @@ class Search:
 
     ``compares``: whether results decide what else is tried. ``is_dynamic``: whether dynamic quantization may
     be undone. ``winners``: the recipes of those that won, by the key of the `Terms` of that time. A winner is
-    a decision: accidents that led to it are not stored, and nobody needs to meet them again.
+    a decision: accidents that led to it are not stored, and nobody needs to meet them again. ``is_patient``:
+    whether it may last for any time.
     """
 
     settings: CompileSettings
@@ -532,6 +547,7 @@ class Search:
     is_dynamic: bool = False
     attempts: tuple[Attempt, ...] = ()
     winners: Mapping[str, Recipe] = field(default_factory=dict)
+    is_patient: bool = False
 
     @property
     def winner(self) -> Attempt | None:
@@ -568,6 +584,24 @@ class Search:
             raise _UnvalidatedError(attempt)
         return verdict
 
+    @property
+    def seconds(self) -> float:
+        """What the attempts took to prepare, compile and validate, unless an earlier cache has them."""
+        compiling = (a.seconds.prepare + a.seconds.compile for a in self.attempts if a.seconds)
+        validating = (v.seconds for a in self.attempts for v in self.validations_of(a).values())
+        return sum(compiling) + sum(validating)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it has lasted so long that a result which may be shipped is good enough."""
+        once = (
+            a.seconds.compile + sum(v.run for v in self.validations_of(a).values())
+            for a in self.attempts
+            if a.seconds
+        )
+        limit = max(_SHORT, _PATIENCE * max(once, default=0.0))
+        return not self.is_patient and self.seconds > limit
+
     def differences(self, attempt: Attempt) -> tuple[Problem, ...]:
         """The problems of outputs of ``attempt`` that differ from the CPU's."""
         return differences_in(self.validations_of(attempt))
@@ -576,7 +610,17 @@ class Search:
         """The results of all attempts but one, for a report."""
         others = (attempt for attempt in self.attempts if attempt.recipe != other_than.recipe)
         notes = (note for a in others for note in a.notes(self.validations_of(a)))
-        return tuple(dict.fromkeys(notes))
+        return tuple(dict.fromkeys((*notes, *self._left_out())))
+
+    def _left_out(self) -> Iterator[str]:
+        """What is not tried because the search has lasted long enough."""
+        if self.is_spent:
+            outcome = next_recipe(replace(self, winners={}, is_patient=True))
+            if isinstance(outcome, Try):
+                reason = (
+                    f"the search has taken {self.seconds:.0f} s, and this result may be shipped"
+                )
+                yield f"{outcome.recipe.name}: not tried, because {reason}"
 
     def adding(self, attempt: Attempt) -> Search:
         """The search with ``attempt``, instead of what is known about its recipe."""
@@ -634,9 +678,10 @@ class Try:
 
 @dataclass(frozen=True)
 class Validate:
-    """What follows depends on the verdict on ``attempt``."""
+    """What follows depends on the verdict on ``attempt``. ``to_beat``: how near the best of the others is."""
 
     attempt: Attempt
+    to_beat: Nearness | None = None
 
 
 @dataclass(frozen=True)
@@ -658,7 +703,19 @@ def next_recipe(search: Search) -> Try | Validate | Won | Lost:
     try:
         return _next(search)
     except _UnvalidatedError as unvalidated:
-        return Validate(unvalidated.attempt)
+        return Validate(unvalidated.attempt, _to_beat(search, unvalidated.attempt))
+
+
+def _to_beat(search: Search, attempt: Attempt) -> Nearness | None:
+    """How near the best of those is that may win, and cover as much as ``attempt``; None if there is none."""
+    verdicts = (
+        verdict_of(search.validations_of(other))
+        for other in search.attempts
+        if other.is_whole and other.recipe.dequantize == attempt.recipe.dequantize
+    )
+    rivals = [verdict.nearness for verdict in verdicts if verdict and not verdict.differs]
+    best = max(rivals, key=lambda rival: (rival.margin, -rival.gap), default=None)
+    return best if attempt.is_whole and best and math.isfinite(best.margin) else None
 
 
 def _next(search: Search) -> Try | Won | Lost:

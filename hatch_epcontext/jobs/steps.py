@@ -27,7 +27,7 @@ from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.recipe import Change, Nodes, Recipe, Record, Stop, Times
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.system import writing
-from hatch_epcontext.worker.results import Context, Validated, ValidationStatus
+from hatch_epcontext.worker.results import Context, Nearness, Validated, ValidationStatus
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import CompileReply, Prepared, ValidateRequest
@@ -161,8 +161,18 @@ class Steps:
         log = self.build.scratch("compile")
         return worker.call(request, log, location=job.location, step="")
 
-    def validate(self, job: Job, model: Model, artifact: Artifact, context: Context) -> Validated:
-        """Run a moved copy of the artifact in a process that has compiled nothing."""
+    def validate(
+        self,
+        job: Job,
+        model: Model,
+        artifact: Artifact,
+        context: Context,
+        to_beat: Nearness | None = None,
+    ) -> Validated:
+        """Run a moved copy of the artifact in a process that has compiled nothing.
+
+        It ends early if the artifact is not worth more than what is ``to_beat``.
+        """
         from hatch_epcontext.worker.requests import ValidateRequest
 
         target, record = job.target, artifact.record
@@ -186,6 +196,7 @@ class Steps:
             model.tolerance_for(target),
             record.contexts if job.group else (),
             prepared=prepared,
+            to_beat=to_beat,
         )
         purpose = self._purpose(job, record.recipe, "run")
 
@@ -321,9 +332,10 @@ class Steps:
         corrections = edit if isinstance(edit, tuple) else ()
         uncovered = change.refused[index] if change and change.refused is not None else None
         uncovered = edit.nodes if isinstance(edit, Left) else uncovered
-        if uncovered == () or (
-            corrections and frozenset(corrections).isdisjoint(before.applicable)
-        ):
+        unrolls = change is not None and change.kind == "unroll"
+        is_idle = unrolls and not before.unrolls
+        is_idle |= bool(corrections) and frozenset(corrections).isdisjoint(before.applicable)
+        if uncovered == () or is_idle:
             kept = before.dropped if corrections else ()
             return replace(before, changed=False, dropped=kept)
         model, folder = job.models[index], self.folder / str(next(self._numbers))
@@ -336,7 +348,7 @@ class Steps:
             str(folder),
             simplify=recipe.simplifier != "none",
             tolerance=model.tolerance_for(job.target) if is_other else None,
-            unroll_limit=settings.unroll_limit if change and change.kind == "unroll" else None,
+            unroll_limit=settings.unroll_limit if unrolls else None,
             corrections=corrections,
             faults=job.target.provider.rewrites,
             leaves=isinstance(edit, Left),

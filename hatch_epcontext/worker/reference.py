@@ -95,9 +95,10 @@ def reference(
         chosen = find_selections(fixed)
         cpu = _SourceSession.open(model, path or model.path, states, chosen.values)
         typed, opset = graph.inferred(fixed), graph.opset(fixed)
-        cost = multiply_adds(typed)
         if folded is None:
             folded = typed_graph(fixed, model)
+        # Sizes that the model computes itself are known only once they are folded.
+        cost = max(multiply_adds(typed), multiply_adds(folded))
         ranges = ranges_for(folded, inputs, model)
         names = [value.name for value in fixed.graph.output]
         for most in (MANY,) if emulated else (SOME, MANY):

@@ -22,6 +22,7 @@ from hatch_epcontext.worker.results import (
     Answer,
     Context,
     ModelFacts,
+    Nearness,
     Preparation,
     Simplifier,
     Validated,
@@ -86,10 +87,10 @@ class Prepared:
 
     ``ranges``: those of the inputs, if dummy inputs are random. ``reference``: the absolute path of the file
     with the outputs of the source model on the CPU, if they were compared and fit into one. ``applicable``:
-    the rewrites for a number format that may change it. ``changed``: whether the request that made it changed
-    the model. ``dropped``: the rewrites that this left out because they were wrong, each with the reason;
-    ``declined``: why others left nodes as they are. ``quantized``: the format of its static
-    quantization.
+    the rewrites for a number format that may change it; ``unrolls``: whether it has loops or layers that are
+    unrolled. ``changed``: whether the request that made it changed the model. ``dropped``: the rewrites that
+    this left out because they were wrong, each with the reason; ``declined``: why others left nodes as
+    they are. ``quantized``: the format of its static quantization.
     """
 
     preparation: Preparation
@@ -97,6 +98,7 @@ class Prepared:
     ranges: Mapping[str, Range] = field(default_factory=dict)
     reference: str | None = None
     applicable: tuple[RewriteName, ...] = ()
+    unrolls: bool = True
     changed: bool = True
     dropped: tuple[str, ...] = ()
     declined: tuple[Declined, ...] = ()
@@ -181,7 +183,8 @@ class ValidateRequest(WorkerRequest[Validated], action="validate"):
 
     ``sharing``: all members of the context's weight-sharing group, in order; empty without a group.
     ``reference`` and ``ranges``: those of a `Prepared` of the same source and inputs, if there is one.
-    ``prepared``: the absolute path of the model that was compiled, if it is to be emulated.
+    ``prepared``: the absolute path of the model that was compiled, if it is to be emulated. ``to_beat``: how
+    near another recipe is, which wins unless this one is nearer.
     """
 
     model: Model
@@ -193,6 +196,7 @@ class ValidateRequest(WorkerRequest[Validated], action="validate"):
     reference: str | None = None
     ranges: Mapping[str, Range] = field(default_factory=dict)
     prepared: str | None = None
+    to_beat: Nearness | None = None
 
 
 @dataclass(frozen=True)

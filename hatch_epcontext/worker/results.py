@@ -116,6 +116,22 @@ NOTHING = -1000.0
 """Decibels of outputs that are entirely wrong: JSON has no infinity."""
 
 
+@dataclass(frozen=True)
+class Nearness:
+    """How near results are to the CPU's: ``margin`` in decibels above the limits, negative beyond them.
+
+    ``gap``: the decibels by which a run is worse than its emulation.
+    """
+
+    margin: float = math.inf
+    gap: float = 0.0
+
+    def is_worth(self, other: Nearness) -> bool:
+        """Whether it is so much nearer than ``other`` that changes pay."""
+        is_closer = self.margin >= other.margin and self.gap < other.gap - GAIN
+        return is_closer or self.margin >= other.margin + GAIN
+
+
 class AgreementStatus(Enum):
     """The result of comparing one output with the CPU EP's."""
 
@@ -366,7 +382,9 @@ class Validated:
     rows are independent, and the CPU's run of two samples at once equals two runs; else empty.
     ``load``: the seconds that it took to open a session on the file, after the EP's libraries were loaded;
     None if none was opened. ``day``: the day of that, such as ``"2026-11-23"``, else empty.
-    ``is_accident``: whether another build may run it, although this one could not.
+    ``is_accident``: whether another build may run it, although this one could not. ``seconds``: of all that,
+    and ``run``: of the first run on the target. ``beaten``: whether it ended early, because another recipe is
+    as near.
     """
 
     validation: Validation
@@ -374,3 +392,6 @@ class Validated:
     load: float | None = None
     day: str = ""
     is_accident: bool = False
+    seconds: float = 0.0
+    run: float = 0.0
+    beaten: bool = False

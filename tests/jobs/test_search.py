@@ -16,7 +16,7 @@ from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.graph.number_format import FOR_KERNELS, FOR_RANGES, WHOLE
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.plan import Job, plan
-from hatch_epcontext.jobs.recipe import Recipe, Record, Stop
+from hatch_epcontext.jobs.recipe import Recipe, Record, Stop, Times
 from hatch_epcontext.jobs.search import (
     Attempt,
     Lost,
@@ -108,14 +108,17 @@ class Ep:
     """What an EP makes of recipes, by their names, and how that validates; of all others nothing.
 
     ``contexts``: the number of contexts, if not one; ``added``: of nodes that the recipe adds to ten.
+    ``seconds``: of each validation, of which a run takes one.
     """
 
     outcomes: Mapping[str, Outcome]
     validations: Mapping[str, Validation] = field(default_factory=dict)
     contexts: Mapping[str, int] = field(default_factory=dict)
     added: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
     compiled: list[Recipe] = field(default_factory=list)
     validated: list[str] = field(default_factory=list)
+    to_beat: list[float | None] = field(default_factory=list)
 
     @property
     def tried(self) -> list[str]:
@@ -135,6 +138,7 @@ class Ep:
             if isinstance(outcome, Try):
                 search = search.adding(self._compile(outcome.recipe))
             elif isinstance(outcome, Validate):
+                self.to_beat.append(outcome.to_beat.margin if outcome.to_beat else None)
                 search = search.adding(self._validate(outcome.attempt))
             else:
                 return search.won_by(outcome.attempt) if isinstance(outcome, Won) else search
@@ -157,12 +161,13 @@ class Ep:
         done = Preparation(recipe.simplifier, 9, 9, rewrites=tuple(c.kind for c in recipe.changes))
         contexts = (Context("a", "a.onnx", (), (), coverage),)
         files = {"a.onnx": FileRecord(1, "")}
-        return Attempt(recipe, Record(recipe, (done,), contexts, files, {}))
+        return Attempt(recipe, Record(recipe, (done,), contexts, files, {}), seconds=Times(0, 1))
 
     def _validate(self, attempt: Attempt) -> Attempt:
         name = name_of(attempt.recipe)
         self.validated.append(name)
-        return replace(attempt, validations={"": Validated(self.validations.get(name, AGREES))})
+        validated = Validated(self.validations.get(name, AGREES), seconds=self.seconds, run=1)
+        return replace(attempt, validations={"": validated})
 
 
 def search_for(provider: str = "qnn", **settings: Any) -> Search:
@@ -436,6 +441,40 @@ def test_what_else_was_tried_is_noted() -> None:
         "Clip: it differs",
         "unroll: the output 'y' differs from the CPU's",
     )
+
+
+def test_validation_gets_what_is_to_beat_of_what_may_be_shipped() -> None:
+    margins = {"plain": sensitive(3), "ranges": sensitive(10), "ranges kernels": sensitive(11)}
+    ep = Ep({**dict.fromkeys(margins, ()), "unfused": ()}, margins)
+    ep.finish(search_for())
+    assert ep.to_beat == [None, 3, 10, 11]
+    differing = Ep({"plain": (), "kernels": ()}, {"plain": wrong()})
+    differing.finish(search_for())
+    assert differing.to_beat == [None, None]
+    partial = Ep({"plain": ("If",), "rewrite": ()}, {"plain": sensitive(3)})
+    partial.finish(search_for(min_coverage=0.5))
+    assert partial.to_beat == [None]
+
+
+@pytest.mark.parametrize(
+    ("first", "seconds", "tried"),
+    [
+        (sensitive(3), 4, ["plain", "ranges", "kernels", "unfused"]),
+        (sensitive(3), 16, ["plain", "ranges"]),
+        (sensitive(3), 30, ["plain"]),
+        (wrong(), 30, ["plain", "ranges", "kernels", "unfused", "rewrite"]),
+    ],
+)
+def test_a_search_that_has_lasted_long_goes_on_only_if_results_differ(
+    first: Validation, seconds: float, tried: list[str]
+) -> None:
+    outcomes: dict[str, Outcome] = dict.fromkeys(("plain", "ranges", "kernels", "unfused"), ())
+    ep = Ep(outcomes, dict.fromkeys(outcomes, first), seconds=seconds)
+    search = ep.finish(search_for())
+    assert ep.tried == tried
+    if search.winner is not None:
+        left_out = [note for note in search.notes(search.winner) if "not tried" in note]
+        assert len(left_out) == (len(tried) < 4)
 
 
 # Of later builds.

@@ -5,6 +5,9 @@ Each replaces nodes by others that compute the same, and is applied only where a
 
 from __future__ import annotations
 
+import onnx
+
+from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.rewrites.bits import join_bits, shift_as_product
 from hatch_epcontext.graph.rewrites.branches import if_as_where
 from hatch_epcontext.graph.rewrites.cells import loop_as_layer
@@ -121,3 +124,9 @@ UNROLLS: tuple[Rewrite, ...] = (unroll_recurrent, unroll_loop, unroll_scan)
 The number must be constant, and the needed shapes known. ONNX Runtime's basic optimization folds constants in
 the result; then more may be unrolled.
 """
+
+
+def unrolls(model: onnx.ModelProto) -> bool:
+    """Whether ``model`` has nodes that `UNROLLS` may replace."""
+    operators = frozenset[str]().union(*(rewrite.operators for rewrite in UNROLLS))
+    return any(graph.operator(node) in operators for node in graph.nodes(model.graph))

@@ -15,6 +15,7 @@ from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.constants import fold_constants, has_constants
 from hatch_epcontext.graph.dequantize import static_format
 from hatch_epcontext.graph.repairs import separate_outputs
+from hatch_epcontext.graph.rewrites import unrolls
 from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.graph.versions import usual_versions
 from hatch_epcontext.text import count
@@ -99,6 +100,7 @@ def handle(request: PrepareRequest) -> Prepared:
         else ranges_for(folded, [*map(graph.facts, graph.inputs(onnx_model.graph))], model),
         reference=outputs_path,
         applicable=applicable(prepared),
+        unrolls=unrolls(prepared),
         quantized=static_format(prepared),
     )
 

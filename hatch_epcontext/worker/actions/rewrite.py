@@ -17,7 +17,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import TooManyNodesError
 from hatch_epcontext.graph.external import put_data
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
+from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS, unrolls
 from hatch_epcontext.graph.rewrites.loops import leave_to_cpu
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
 from hatch_epcontext.graph.rewriting import Rewrite, apply
@@ -162,6 +162,7 @@ class _RewriteSession:
             preparation=preparation,
             path=str(path),
             applicable=applicable(rewritten),
+            unrolls=unrolls(rewritten),
             changed=True,
             dropped=(),
             declined=declined,

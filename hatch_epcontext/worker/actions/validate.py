@@ -25,7 +25,7 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.advice import Explained, Subject, explain, problems_of, warning
 from hatch_epcontext.worker.comparison.compare import compare_runs
 from hatch_epcontext.worker.comparison.diverging import Divergence
-from hatch_epcontext.worker.comparison.effect import cause_of, effect
+from hatch_epcontext.worker.comparison.effect import cause_of, effect, nearest
 from hatch_epcontext.worker.comparison.emulation import FormattedModel, emulate
 from hatch_epcontext.worker.comparison.levels import Levels, choose
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
@@ -38,9 +38,11 @@ from hatch_epcontext.worker.ort_values import not_finite, run
 from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.results import (
+    GAIN,
     Agreement,
     AgreementStatus,
     Emulation,
+    Nearness,
     Validated,
     Validation,
     ValidationStatus,
@@ -54,7 +56,7 @@ def handle(request: ValidateRequest) -> Validated:
     Outputs that differ are in the result. Raises BuildError when it cannot be opened without compiling, or
     fails; ModelError when the dummy inputs do not fit.
     """
-    provider = request.target.provider
+    provider, begun = request.target.provider, time.perf_counter()
     unavailable = _unavailable(request)
     validation = Validation(
         ValidationStatus.RAN,
@@ -88,8 +90,8 @@ def handle(request: ValidateRequest) -> Validated:
     if isinstance(expected, Reference):
         if (rest := expected.facts.selections.rest) is not None:
             session = open_with_reads(path, rest, make_options())
-        compared = _compare(request, session, expected, validation)
-        return Validated(compared, expected.facts.batch, load, day)
+        validated = _compare(request, session, expected, validation)
+        return replace(validated, load=load, day=day, seconds=time.perf_counter() - begun)
     announce("running the compiled model")
     gaps = tuple(not_finite(run(session, expected), {}))
     problems = problems_of([*map(Explained, gaps)])
@@ -101,13 +103,18 @@ def _compare(
     session: ort.InferenceSession,
     expected: Reference,
     validation: Validation,
-) -> Validation:
-    """``validation`` with how near ``session`` is to the reference."""
+) -> Validated:
+    """``validation`` with how near ``session`` is to the reference.
+
+    What is not worth more than what is to be beaten, as emulated or run, is not run to its end.
+    """
     model = request.model
     assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
     tolerance = within_noise(request.tolerance, expected.facts)
     divergence, emulated = _emulate(request, expected, tolerance) or (None, None)
+    if emulated and (emulation := _beaten(request, emulated.ordinary)):
+        return Validated(replace(validation, emulation=emulation), beaten=True)
     if request.target.settings.changes_precision:
         expected = for_other_numbers(expected)
     float_form, runs = expected.facts.float_form, None
@@ -116,7 +123,9 @@ def _compare(
     if divergence and emulated and model.validate.inputs in SYNTHETIC:
         runs = choose(emulated, is_optimistic=divergence.model.optimistic is not None)
     announce(f"running {subject.what}")
-    compared = compare_runs(session, expected, tolerance, runs, emulated)
+    if request.to_beat and emulated and runs:
+        runs.sort(key=lambda run: emulated.of(run).margin)
+    compared = compare_runs(session, expected, tolerance, runs, emulated, request.to_beat)
     validation = replace(
         validation,
         agreements=compared.agreements,
@@ -134,6 +143,11 @@ def _compare(
         ),
         float_form=float_form,
     )
+    validated = Validated(
+        validation, expected.facts.batch, run=compared.run, beaten=compared.beaten
+    )
+    if compared.beaten:
+        return validated
     if divergence:
         announce("looking for the first node that differs")
     if (difference := compared.difference) is not None:
@@ -143,18 +157,35 @@ def _compare(
         explained = explain(difference, tolerance, subject, expected.facts, cause)
         differing = {item.agreement.output: item.agreement for item in explained}
         agreements = tuple(differing.get(a.output, a) for a in compared.agreements)
-        problems = problems_of(explained)
-        return replace(validation, agreements=agreements, problems=problems, culprit=culprit)
+        validation = replace(
+            validation, agreements=agreements, problems=problems_of(explained), culprit=culprit
+        )
+        return replace(validated, validation=validation)
     if divergence and emulated:
         ordinary = emulated.ordinary
         emulation = effect(divergence, ordinary, ordinary.corrected(compared.levels))
     elif (format_ := _format(request)) is not None:
         emulation = Emulation(format_.name, format_.seen)
     else:
-        return validation
+        return validated
     optimistic = divergence.model.optimistic if divergence else None
     judged = tuple(_judged(agreement, emulation, optimistic) for agreement in compared.agreements)
-    return replace(validation, agreements=judged, emulation=emulation)
+    validation = replace(validation, agreements=judged, emulation=emulation)
+    return replace(validated, validation=validation)
+
+
+def _beaten(request: ValidateRequest, emulated: Levels) -> Emulation | None:
+    """The emulation if it shows that the model is not worth more than what is to be beaten; else None.
+
+    It shows nothing of kernels that are less exact than the number format.
+    """
+    format_, to_beat = _format(request), request.to_beat
+    if to_beat is None or to_beat.gap >= GAIN or format_ is None or not format_.seen:
+        return None
+    if Nearness(emulated.margin).is_worth(to_beat):
+        return None
+    agreement = nearest(emulated.worst, emulated.margin)
+    return Emulation(format_.name, format_.seen, len(emulated), agreement)
 
 
 def _judged(agreement: Agreement, emulation: Emulation, optimistic: str | None) -> Agreement:

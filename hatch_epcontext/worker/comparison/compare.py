@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import onnxruntime as ort
@@ -12,7 +13,7 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.levels import Level, Levels
 from hatch_epcontext.worker.comparison.measures import SENSITIVE, worst_agreements
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun
-from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement
+from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement, Nearness
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Comparison:
     """The worst agreement of each output in the ``samples`` that were run, or those of the ``difference``.
 
     ``unusual``: differences for inputs that an app may never have; ``agreed``: the runs that agree, and
-    ``levels``: those of ordinary ones, if some were emulated.
+    ``levels``: those of ordinary ones, if some were emulated. ``run``: the seconds of the first run;
+    ``beaten``: whether the other runs cannot make it worth more than what is to be beaten.
     """
 
     agreements: tuple[Agreement, ...] = ()
@@ -52,6 +54,8 @@ class Comparison:
     unusual: tuple[Difference, ...] = ()
     levels: tuple[Level, ...] = ()
     agreed: tuple[ReferenceRun, ...] = ()
+    run: float = 0.0
+    beaten: bool = False
 
 
 def compare_runs(
@@ -60,11 +64,13 @@ def compare_runs(
     limits: Tolerance,
     runs: Sequence[ReferenceRun] | None = None,
     emulated: Levels | None = None,
+    to_beat: Nearness | None = None,
 ) -> Comparison:
     """Run ``session`` on ``runs`` of the ``reference``, by default on those for a target.
 
-    It ends with the first difference that counts. ``emulated``: the levels in its number format: if one of
-    chosen runs is as near as these, the others are not run.
+    It ends with the first difference that counts, or once it is not worth more than ``to_beat``.
+    ``emulated``: the levels in its number format: if one of chosen runs is as near as these, the others are
+    not run.
     """
     result, compared, is_chosen = Comparison(), list[Agreement](), runs is not None
     is_enough = False
@@ -74,7 +80,9 @@ def compare_runs(
         if is_enough and not run.far:
             continue
         result = replace(result, samples=(*result.samples, run.name))
+        start = time.monotonic()
         agreeing, difference = _compare_run(session, reference, run, limits)
+        result = replace(result, run=result.run or time.monotonic() - start)
         if difference is not None:
             compared += agreeing
             if emulated is not None:
@@ -100,7 +108,17 @@ def compare_runs(
             if is_other and _is_as_emulated(level, emulated, runs):
                 # The others are nearer, and simulators are slow.
                 is_enough = True
+        if to_beat is not None and not nearness_of(compared).is_worth(to_beat):
+            result = replace(result, beaten=True)
+            break
     return replace(result, agreements=worst_agreements(compared))
+
+
+def nearness_of(agreements: Iterable[Agreement]) -> Nearness:
+    """The smallest margin of ``agreements``, and their largest gap."""
+    known = [*agreements]
+    margin = min((a.margin for a in known if a.margin is not None), default=math.inf)
+    return Nearness(margin, max((a.gap or 0.0 for a in known), default=0.0))
 
 
 def _compare_run(

@@ -46,7 +46,7 @@ def effect(divergence: Divergence, emulated: Levels, levels: Levels) -> Emulatio
         model.format.name,
         model.format.seen,
         len(emulated),
-        _nearest(worst, margin),
+        nearest(worst, margin),
         reason,
         inexact=tuple(sorted(inexact)),
         in_format=hurt is not None or min(level.spare for level in emulated) < SENSITIVE,
@@ -65,7 +65,8 @@ def cause_of(divergence: Divergence, level: Level, margin: float) -> tuple[str, 
     return f"{text}: perhaps {model.optimistic}." if model.optimistic else f"{text}.", None
 
 
-def _nearest(worst: Level, margin: float) -> Agreement | None:
+def nearest(worst: Level, margin: float) -> Agreement | None:
+    """The agreement of the output of ``worst`` that is nearest to its limits, with this ``margin``."""
     if worst.nearest is None:
         return None
     # JSON has no infinity.

@@ -16,8 +16,9 @@ from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.facts import Range
 from hatch_epcontext.jobs.search import SIMPLIFIERS
 from hatch_epcontext.worker.actions.prepare import handle
+from hatch_epcontext.worker.comparison.runs import read_reference
 from hatch_epcontext.worker.requests import Prepared, PrepareRequest
-from hatch_epcontext.worker.results import Simplifier
+from hatch_epcontext.worker.results import FEW_SAMPLES, Simplifier
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import (
     network,
@@ -166,6 +167,21 @@ def test_dummy_inputs_are_within_ranges_that_the_simplified_graph_shows(
             z = Relu (x) }""")
     reply = run(save(made, tmp_path / "a.onnx"), tmp_path, simplifier, dims={"time": 24})
     assert reply.ranges["n"] == Range(1, 24, known=True, usual=24, whole=True)
+
+
+def test_the_number_of_samples_follows_from_sizes_that_only_the_simplified_graph_shows(
+    tmp_path: Path,
+) -> None:
+    slow = parsed("""(float[1, 900] x) => (float y)
+        <int64[2] least = {900, 1}, int64[2] most = {1, 1}> {
+            size = Max (least, most)
+            rows = Expand (x, size)
+            product = MatMul (rows, rows)
+            y = ReduceMean <keepdims = 0> (product) }""")
+    reply = run(save(slow, tmp_path / "a.onnx"), tmp_path, "onnxruntime")
+    assert reply.reference is not None
+    ordinary = [run for run in read_reference(reply.reference).runs if not run.far]
+    assert len(ordinary) <= FEW_SAMPLES
 
 
 @pytest.mark.parametrize("simplifier", SIMPLIFIERS)

@@ -20,7 +20,7 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.actions import prepare, validate
 from hatch_epcontext.worker.comparison.runs import read_reference, write_reference
 from hatch_epcontext.worker.requests import PrepareRequest, ValidateRequest
-from hatch_epcontext.worker.results import Validated, Validation, ValidationStatus
+from hatch_epcontext.worker.results import Nearness, Validated, Validation, ValidationStatus
 from hatch_epcontext.worker.session import context_options
 from tests.conftest import needs_qnn
 from tests.models import interrupted, network, parsed, save, with_weights_left_over
@@ -94,6 +94,31 @@ def test_a_context_is_run_and_compared(tmp_path: Path) -> None:
     wrong = write_reference(found, tmp_path / "wrong.bin")
     (problem,) = validate.handle(dataclasses.replace(request, reference=wrong)).validation.problems
     assert "differs from the CPU's" in problem.message
+
+
+@needs_qnn
+@pytest.mark.parametrize(
+    ("to_beat", "samples"),
+    [(Nearness(70), 0), (Nearness(70, gap=10), 1), (Nearness(0), 3)],
+    ids=["emulated", "run", "nearer"],
+)
+def test_an_artifact_is_run_only_as_long_as_it_may_be_nearer_than_another(
+    to_beat: Nearness, samples: int, tmp_path: Path
+) -> None:
+    inputs, rng = tmp_path / "inputs", np.random.default_rng(0)
+    inputs.mkdir()
+    for number in range(3):
+        np.savez(inputs / f"{number}.npz", x=rng.random((2, 1, 8, 8), np.float32))
+    request = built(network(), "qnn", tmp_path, inputs=str(inputs))
+    request = dataclasses.replace(request, to_beat=to_beat)
+    source = prepare.handle(PrepareRequest(request.model, "none", str(tmp_path), compare=True))
+    request = dataclasses.replace(request, reference=source.reference, prepared=source.path)
+    validated = validate.handle(request)
+    assert len(validated.validation.samples) == samples
+    assert validated.beaten == (samples < 3)
+    assert validated.seconds > validated.run
+    assert (validated.run > 0) == (samples > 0)
+    assert validated.validation.margin < 70
 
 
 @needs_qnn
