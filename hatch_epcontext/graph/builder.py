@@ -15,7 +15,7 @@ from onnx import helper, numpy_helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.scope import Scope, UnknownError
 
 _AXES_AS_INPUTS = 13
 _AXES_OF_MEAN_AS_INPUTS = 18
@@ -98,7 +98,7 @@ class Builder:
         self.dtype = next((dtype for dtype in known if dtype.kind == "f"), known[0])
         try:
             outcome = rule(node, scope, self)
-        except MissingOperatorError as error:
+        except (MissingOperatorError, UnknownError) as error:
             outcome = Declined(str(error))
         values: Sequence[str] = ()
         if isinstance(outcome, Declined):

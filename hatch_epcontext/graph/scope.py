@@ -30,6 +30,10 @@ Sizes = tuple[int | None, ...]
 """A shape; an open dimension is None."""
 
 
+class UnknownError(Exception):
+    """A rewrite needs what is not known of a value before the model runs."""
+
+
 class Scope:
     """The graph ``body`` inside that of ``outer``; its values hide others of the same name.
 
@@ -224,6 +228,36 @@ class Scope:
         sizes = self.sizes(name)
         known = tuple(size for size in sizes or () if size is not None)
         return known if sizes == known else None
+
+    def fixed_shape(self, name: str) -> tuple[int, ...]:
+        """The `shape` of a value. Raises UnknownError if there is none."""
+        if (shape := self.shape(name)) is None:
+            raise UnknownError(f"the shape of {name!r} is not fixed")
+        return shape
+
+    def stored_values(self, name: str) -> NDArray[Any]:
+        """The `constant` called ``name``. Raises UnknownError if there is none."""
+        if (values := self.constant(name)) is None:
+            raise UnknownError(f"{name!r} is computed")
+        return values
+
+    def known_type(self, name: str) -> int:
+        """The `elem_type` of a value. Raises UnknownError if there is none."""
+        if (elem_type := self.elem_type(name)) is None:
+            raise UnknownError(f"the type of {name!r} is not known")
+        return elem_type
+
+    def known_dtype(self, name: str) -> np.dtype[Any]:
+        """The `dtype` of a value. Raises UnknownError if there is none."""
+        if (dtype := self.dtype(name)) is None:
+            raise UnknownError(f"the type of {name!r} is not known")
+        return dtype
+
+    def fixed_axes(self, node: onnx.NodeProto) -> list[int]:
+        """The `axes` that ``node`` reduces. Raises UnknownError if there are none."""
+        if (axes := self.axes(node)) is None:
+            raise UnknownError("its axes are not known")
+        return axes
 
     def elem_type(self, name: str) -> int | None:
         """ONNX's number of a value's dtype; None if it is unknown, or if it is no tensor."""

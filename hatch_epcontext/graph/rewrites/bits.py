@@ -117,9 +117,7 @@ def _as_int32(name: str, type_: int, builder: Builder) -> str:
 @rewrites("BitwiseAnd", "BitwiseOr", "BitwiseXor")
 def join_bits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """And, Or or Xor of the single bits of integers of at most 32."""
-    type_, shape = scope.elem_type(node.output[0]), scope.shape(node.output[0])
-    if not type_ or shape is None:
-        return Declined("its type or its shape is not known")
+    type_, shape = scope.known_type(node.output[0]), scope.fixed_shape(node.output[0])
     count, is_signed = _bounds(type_)
     if count > 32:
         return Declined(f"it has integers of {count} bits")
@@ -155,9 +153,7 @@ def shift_as_product(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     left. Those of more bits than an int32 has are computed in int64.
     """
     value, amount = node.input
-    type_ = scope.elem_type(value)
-    if not type_:
-        return Declined("its type is not known")
+    type_ = scope.known_type(value)
     count, is_signed = _bounds(type_)
     is_long = count == 64 or (count == 32 and not is_signed)
     wide = TensorProto.INT64 if is_long else TensorProto.INT32

@@ -119,9 +119,7 @@ def decompose_normalization(node: onnx.NodeProto, scope: Scope, builder: Builder
 def batch_matmul_nbits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A product with quantized weights as that of a batch of one matrix, and a sum with the bias."""
     value, *operands, bias = graph.operands(node, 6)
-    shape, columns = scope.shape(value), graph.number(node, "N", 0)
-    if shape is None:
-        return Declined(f"the shape of {value!r} is not fixed")
+    shape, columns = scope.fixed_shape(value), graph.number(node, "N", 0)
     is_batch = len(shape) == 3
     if is_batch and not bias:
         return None
@@ -141,10 +139,8 @@ def decompose_quantization(node: onnx.NodeProto, scope: Scope, builder: Builder)
     value, scale, zero = graph.operands(node, 3)
     if scope.constant(scale) is not None and _is_between(node, scope):
         return None
-    shape, scales, type_ = scope.shape(value), scope.shape(scale), scope.elem_type(node.output[0])
-    floats = scope.elem_type(scale)
-    if shape is None or scales is None or type_ is None or floats is None:
-        return Declined("a shape or a type is not known")
+    shape, scales = scope.fixed_shape(value), scope.fixed_shape(scale)
+    type_, floats = scope.known_type(node.output[0]), scope.known_type(scale)
     axis = graph.number(node, "axis", 1)
     axis = axis % len(shape) if shape else 0
 
@@ -218,10 +214,9 @@ def move_between_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) ->
 def gather_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Rows of a quantized table, of which each block has a scale: their integers, less the zero, times it."""
     data, indices, scales, zeros = graph.operands(node, 4)
-    shape, rows = scope.shape(data), scope.shape(scales)
-    result = scope.shape(node.output[0])
-    if shape is None or rows is None or len(shape) != 2 or result is None:
-        return Declined("a shape is not fixed, or its table has other than 2 dimensions")
+    shape, rows, result = map(scope.fixed_shape, (data, scales, node.output[0]))
+    if len(shape) != 2:
+        return Declined("its table has other than 2 dimensions")
     bits = graph.number(node, "bits", 4)
     is_usual = graph.number(node, "gather_axis", 0) == 0
     is_last = graph.number(node, "quantize_axis", 1) in (1, -1)
@@ -310,9 +305,7 @@ def reduce_nothing(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
 def decompose_reduction(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A function of a sum of a function of the values, as in the preprocessors of speech models."""
     before, after = _REDUCTIONS[node.op_type]
-    value, axes = node.input[0], scope.axes(node)
-    if axes is None:
-        return Declined("its axes are not known")
+    value, axes = node.input[0], scope.fixed_axes(node)
     if builder.dtype.kind != "f":
         return Declined(f"it reduces {builder.dtype}")
     if before:
@@ -378,18 +371,12 @@ def slice_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     value, start, _, axes_name, strides = graph.operands(node, 5)
     if not start or scope.constant(start) is not None:
         return None
-    shape, result, starts = (scope.shape(name) for name in (value, node.output[0], start))
-    dtype = scope.dtype(start)
-    stride = scope.constant(strides) if strides else np.array([1])
-    axes = scope.constant(axes_name) if axes_name else np.arange(starts[0] if starts else 1)
-    if axes is None or stride is None or dtype is None:
-        return Declined("its axes or its strides are computed")
+    starts, dtype = scope.shape(start), scope.known_dtype(start)
+    stride = scope.stored_values(strides) if strides else np.array([1])
+    axes = scope.stored_values(axes_name) if axes_name else np.arange(starts[0] if starts else 1)
     if axes.size != 1:
         return Declined(f"its start has {axes.size} axes")
-    if shape is None:
-        return Declined(f"the shape of {value!r} is not fixed")
-    if result is None:
-        return Declined("the length of its result is not fixed")
+    shape, result = scope.fixed_shape(value), scope.fixed_shape(node.output[0])
     axis = int(axes[0]) % len(shape)
     offsets = np.arange(result[axis], dtype=dtype) * stride.astype(dtype)
     # Starts may be negative: a slice beyond the end would be shorter.
@@ -404,12 +391,11 @@ def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
     expand = scope.maker(indices)
     if expand is not None and expand.op_type == "Expand":
         indices = expand.input[0]
-    data_shape, shape, index_shape = map(scope.shape, (data, rows, indices))
-    kind, dtype = graph.text(node, "reduction") or "none", scope.dtype(indices)
+    kind = graph.text(node, "reduction") or "none"
     if kind not in _NEUTRAL:
         return Declined(f"its reduction is {kind}")
-    if not data_shape or not shape or index_shape is None or dtype is None:
-        return Declined("a shape is not fixed")
+    data_shape, shape, index_shape = map(scope.fixed_shape, (data, rows, indices))
+    dtype = scope.known_dtype(indices)
     count, *inner = shape
     # All values of a row have one index, and are a whole row.
     wide = [*[1] * (len(shape) - len(index_shape)), *index_shape]

@@ -13,7 +13,6 @@ from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
-from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
@@ -91,9 +90,7 @@ class _Axis:
 def grid_sample_as_gathers(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The weighted sum of the neighbours of each point."""
     value, grid = node.input
-    shape, grid_shape = scope.shape(value), scope.shape(grid)
-    if shape is None or grid_shape is None:
-        return Declined("a shape is not fixed")
+    shape, grid_shape = scope.fixed_shape(value), scope.fixed_shape(grid)
     batch, channels, *sizes = shape
     count, points = len(sizes), math.prod(grid_shape[1:-1])
     mode = graph.text(node, "mode") or "linear"

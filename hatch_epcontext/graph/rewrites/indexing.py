@@ -22,13 +22,10 @@ _MAX_VALUES = 2**24
 def pad_as_concat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Pad as a Concat with stored values, or as a Gather of repeated ones."""
     value, pads_name, filler_name, axes_name = graph.operands(node, 4)
-    shape, dtype = scope.shape(value), scope.dtype(value)
-    pads = (
-        np.array(graph.attribute(node, "pads", [])) if not pads_name else scope.constant(pads_name)
-    )
-    axes = scope.constant(axes_name) if axes_name else np.arange(len(shape or ()))
-    if shape is None or dtype is None or pads is None or axes is None:
-        return Declined("a shape, its pads or its axes are not fixed")
+    shape, dtype = scope.fixed_shape(value), scope.known_dtype(value)
+    own = np.array(graph.attribute(node, "pads", []))
+    pads = scope.stored_values(pads_name) if pads_name else own
+    axes = scope.stored_values(axes_name) if axes_name else np.arange(len(shape))
     mode = graph.text(node, "mode") or "constant"
     filler = np.array(graph.attribute(node, "value", 0.0), dtype)
     stored = scope.constant(filler_name) if filler_name else filler
@@ -65,10 +62,8 @@ def pad_as_concat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
 def one_hot_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The comparison of indices with all numbers up to a stored depth."""
     indices, depth_name, values = node.input
-    shape, depth = scope.shape(indices), scope.constant(depth_name)
-    if shape is None or depth is None:
-        return Declined("its depth or its shape is not fixed")
-    size, axis = int(depth.item()), graph.number(node, "axis", -1) % (len(shape) + 1)
+    shape, size = scope.fixed_shape(indices), int(scope.stored_values(depth_name).item())
+    axis = graph.number(node, "axis", -1) % (len(shape) + 1)
     index = builder.add("Cast", indices, to=TensorProto.INT32)
     wrapped = builder.add("Add", index, builder.store(np.int32(size)))
     is_negative = builder.add("Less", index, builder.store(np.int32(0)))
@@ -84,9 +79,7 @@ def one_hot_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
 def reverse_sequence_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The rows of all sequences, gathered by their numbers."""
     value, lengths_name = node.input
-    lengths, shape = scope.constant(lengths_name), scope.shape(value)
-    if shape is None:
-        return Declined(f"the shape of {value!r} is not fixed")
+    lengths, shape = scope.constant(lengths_name), scope.fixed_shape(value)
     time, batch = graph.number(node, "time_axis", 0) % 2, graph.number(node, "batch_axis", 1) % 2
     length, count = shape[time], shape[batch]
     rows = np.arange(length, dtype=np.int64).reshape(-1, 1)
@@ -116,10 +109,8 @@ def reverse_sequence_as_gather(node: onnx.NodeProto, scope: Scope, builder: Buil
 def tensor_scatter_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Rows of a cache of fixed size that are replaced from a computed one on, as language models write it."""
     cache, update, starts = graph.operands(node, 3)
-    shape, rows = scope.shape(cache), scope.shape(update)
-    dtype = scope.dtype(starts) if starts else np.dtype(np.int64)
-    if shape is None or rows is None or dtype is None:
-        return Declined("a shape or the first row is not known")
+    shape, rows = scope.fixed_shape(cache), scope.fixed_shape(update)
+    dtype = scope.known_dtype(starts) if starts else np.dtype(np.int64)
     rank, axis = len(shape), graph.number(node, "axis", -2) % len(shape)
     size, length = shape[axis], rows[axis]
     if starts:
@@ -147,9 +138,7 @@ def tensor_scatter_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder
 def affine_grid_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The product of stored points in a unit cube with the transformations."""
     theta, name = node.input
-    shape, size = scope.shape(theta), scope.constant(name)
-    if shape is None or size is None:
-        return Declined("its size or its shape is not fixed")
+    shape, size = scope.fixed_shape(theta), scope.stored_values(name)
     lines = []
     for count in map(int, size[2:]):
         line = np.linspace(-1, 1, count) if count > 1 else np.zeros(1)
@@ -173,9 +162,7 @@ def drop_single(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
 def unpool_as_scatter(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Zeros, in which values are written at their numbers."""
     value, indices, _ = graph.operands(node, 3)
-    result, count = scope.shape(node.output[0]), scope.shape(value)
-    if result is None or count is None:
-        return Declined("a shape is not fixed")
+    result = scope.fixed_shape(node.output[0])
     zeros = builder.store(np.zeros(math.prod(result), builder.dtype))
     flat = [builder.reshape(name, [-1]) for name in (indices, value)]
     return [builder.reshape(builder.add("ScatterElements", zeros, *flat, axis=0), result)]

@@ -55,7 +55,6 @@ def unroll_scan(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     if builder.opset < SCANS_WITHOUT_BATCH:
         return Declined(f"it is that of opset {builder.opset}, which has batches")
     states, scanned = [*node.input[:-number]], node.input[-number:]
-    shapes = [scope.shape(name) for name in scanned]
     results = len(body.output) - len(states)
     axes, backward = (
         graph.attribute(node, f"scan_input_{name}", [0] * number) for name in ("axes", "directions")
@@ -64,9 +63,7 @@ def unroll_scan(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
         graph.attribute(node, f"scan_output_{name}", [0] * results)
         for name in ("axes", "directions")
     )
-    if not shapes[0]:
-        return Declined(f"the shape of {scanned[0]!r} is not fixed")
-    trips = shapes[0][axes[0]]
+    trips = scope.fixed_shape(scanned[0])[axes[0]]
     if builder.limit is not None and trips > builder.limit:
         raise TooManyNodesError(builder.limit)
 

@@ -113,9 +113,7 @@ def _cubic(distance: Numbers, a: float) -> Numbers:
 def resize_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Resize as a product with a matrix for each axis, or as Gathers of the nearest values."""
     value = node.input[0]
-    shape, result = scope.shape(value), scope.shape(node.output[0])
-    if shape is None or result is None:
-        return Declined("a shape is not fixed")
+    shape, result = scope.fixed_shape(value), scope.fixed_shape(node.output[0])
     parts = _resized_axes(node, shape, result, scope)
     if parts is None:
         return Declined("its scales or its region are computed")
@@ -191,16 +189,9 @@ def _times(
 def dft_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A discrete Fourier transform as a product with sines and cosines."""
     value, length_name, axis_name = graph.operands(node, 3)
-    shape, result = scope.shape(value), scope.shape(node.output[0])
-    length = scope.constant(length_name) if length_name else None
-    axis = scope.constant(axis_name) if axis_name else None
-    if (
-        shape is None
-        or result is None
-        or (length_name and length is None)
-        or (axis_name and axis is None)
-    ):
-        return Declined("a shape, its length or its axis is not fixed")
+    shape, result = scope.fixed_shape(value), scope.fixed_shape(node.output[0])
+    length = scope.stored_values(length_name) if length_name else None
+    axis = scope.stored_values(axis_name) if axis_name else None
     rank, default = len(shape), graph.number(node, "axis", 1) if builder.opset < 20 else -2
     at = int(default if axis is None else axis.item()) % rank
     inverse, onesided = (bool(graph.number(node, name, 0)) for name in ("inverse", "onesided"))
@@ -245,10 +236,8 @@ def _fourier(
 def col2im_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The sums of overlapping blocks as a product with zeros and ones."""
     value = node.input[0]
-    shape, result = scope.shape(value), scope.shape(node.output[0])
-    image, block = (scope.constant(name) for name in node.input[1:3])
-    if shape is None or result is None or image is None or block is None:
-        return Declined("a shape is not fixed")
+    shape, result = scope.fixed_shape(value), scope.fixed_shape(node.output[0])
+    image, block = map(scope.stored_values, node.input[1:3])
     count = image.size
     strides = graph.attribute(node, "strides", [1] * count)
     dilations = graph.attribute(node, "dilations", [1] * count)
@@ -282,9 +271,7 @@ def col2im_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
 def conv_transpose_as_conv(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The Conv, with its weights reversed, of values with zeros around and between them."""
     value, weights, bias = graph.operands(node, 3)
-    shape, kernel, result = scope.shape(value), scope.shape(weights), scope.shape(node.output[0])
-    if shape is None or kernel is None or result is None:
-        return Declined("a shape is not fixed")
+    shape, kernel, result = map(scope.fixed_shape, (value, weights, node.output[0]))
     count, group = len(shape) - 2, graph.number(node, "group", 1)
     strides = graph.attribute(node, "strides", [1] * count)
     dilations = graph.attribute(node, "dilations", [1] * count)

@@ -72,9 +72,9 @@ class _Window:
 def pool_as_slices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A pool as the largest or the sum of slices."""
     (value,) = node.input
-    shape, result = scope.shape(value), scope.shape(node.output[0])
-    if shape is None or result is None or builder.dtype.kind != "f" or builder.opset < 10:
-        return Declined("a shape is not fixed, its opset is below 10, or it pools no floats")
+    shape, result = scope.fixed_shape(value), scope.fixed_shape(node.output[0])
+    if builder.dtype.kind != "f" or builder.opset < 10:
+        return Declined("its opset is below 10, or it pools no floats")
     windows = _windows(node, shape, result)
     if len(node.output) > 1 and node.output[1]:
         return _with_indices(node, value, shape, windows, builder)

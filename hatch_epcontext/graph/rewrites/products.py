@@ -106,10 +106,7 @@ class _Sums:
 @rewrites("Einsum")
 def einsum_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A sum of products as MatMul, Mul and ReduceSum."""
-    shapes = [scope.shape(name) for name in node.input]
-    known = [shape for shape in shapes if shape is not None]
-    if len(known) < len(shapes):
-        return Declined("a shape is not fixed")
+    known = [*map(scope.fixed_shape, node.input)]
     parsed = _parse(graph.text(node, "equation"), known)
     if isinstance(parsed, Declined):
         return parsed
@@ -156,9 +153,8 @@ def _parse(equation: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str],
 @rewrites("ReduceProd")
 def reduce_as_products(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The product of all values along axes, as those of two halves."""
-    value, axes, shape = node.input[0], scope.axes(node), scope.shape(node.input[0])
-    if axes is None or shape is None:
-        return Declined("its axes or its shape are not fixed")
+    value = node.input[0]
+    axes, shape = scope.fixed_axes(node), scope.fixed_shape(value)
     sizes = [*shape]
     for axis in axes:
         rest = []
@@ -178,14 +174,9 @@ def reduce_as_products(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
 @rewrites("CumProd")
 def cumulate_as_products(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Products with what is 1, 2, 4 and more indices before."""
-    value, shape, constant = (
-        node.input[0],
-        scope.shape(node.input[0]),
-        scope.constant(node.input[1]),
-    )
-    if shape is None or constant is None:
-        return Declined("its axis or its shape is not fixed")
-    axis, reverse = int(constant.item()) % len(shape), graph.number(node, "reverse", 0)
+    value, axis_name = node.input
+    shape, reverse = scope.fixed_shape(value), graph.number(node, "reverse", 0)
+    axis = int(scope.stored_values(axis_name).item()) % len(shape)
     size = shape[axis]
 
     def moved(value: str, distance: int) -> str:
@@ -211,9 +202,9 @@ def cumulate_as_products(node: onnx.NodeProto, scope: Scope, builder: Builder) -
 @rewrites("Det")
 def det_as_products(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The determinant of small matrices, expanded along the first row."""
-    shape = scope.shape(node.input[0])
-    if shape is None or shape[-1] > _MAX_ROWS:
-        return Declined(f"its matrices have more than {_MAX_ROWS} rows, or no fixed shape")
+    shape = scope.fixed_shape(node.input[0])
+    if shape[-1] > _MAX_ROWS:
+        return Declined(f"its matrices have more than {_MAX_ROWS} rows")
     rows = [builder.item(node.input[0], len(shape) - 2, row) for row in range(shape[-1])]
     values = [
         [builder.item(row, len(shape) - 2, column) for column in range(shape[-1])] for row in rows

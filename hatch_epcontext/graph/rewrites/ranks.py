@@ -87,9 +87,7 @@ def reduce_rank_of_transpose(node: onnx.NodeProto, scope: Scope, builder: Builde
     value = node.input[0]
     if not _is_high(node, scope):
         return None
-    sizes, result = scope.shape(value), scope.shape(node.output[0])
-    if sizes is None or result is None:
-        return Declined("a shape is not fixed")
+    sizes, result = scope.fixed_shape(value), scope.fixed_shape(node.output[0])
     reverse = range(len(sizes) - 1, -1, -1)
     own = _Permutation(sizes, tuple(graph.attribute(node, "perm", reverse)))
     simplest = own.simplest()
@@ -105,9 +103,7 @@ def reduce_rank_of_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) 
     value, indices = node.input
     if not _is_high(node, scope):
         return None
-    sizes, result = scope.shape(value), scope.shape(node.output[0])
-    if sizes is None or result is None:
-        return Declined("a shape is not fixed")
+    sizes, result = scope.fixed_shape(value), scope.fixed_shape(node.output[0])
     axis = graph.number(node, "axis", 0) % len(sizes)
     before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
     rows = builder.reshape(value, (before, sizes[axis], after))
@@ -121,12 +117,11 @@ def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     """An operator of each value, or along some axes, with the other dimensions joined."""
     if not _is_high(node, scope):
         return None
-    shapes = {name: scope.shape(name) for name in (*node.input, *node.output) if name}
-    known = {name: shape for name, shape in shapes.items() if shape is not None}
+    known = {name: scope.fixed_shape(name) for name in (*node.input, *node.output) if name}
     rank = max(map(len, known.values()), default=0)
     axes = _axes(node, rank, scope, builder)
-    if len(known) < len(shapes) or axes is None:
-        return Declined("a shape or its axes are not fixed")
+    if axes is None:
+        return Declined("its axes are not fixed")
     is_moved = node.op_type in ("Expand", "Slice", "Split", *_REDUCING)
     inputs = node.input[:1] if is_moved else node.input
     results = [known[name] for name in node.output if name]

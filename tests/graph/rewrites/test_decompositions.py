@@ -286,7 +286,7 @@ TWO_AXES = """(float[2, 9] x, int64[2] i) => (float[1, 3] y) <int64[2] n = {1, 3
             { y = ScatterElements <reduction = "add"> (x, i, u) }""", 18), NO_ROWS),
         (scatter_as_matmul, scattering("Expand", [9999, 9], [9999, 9], "add"),
          ["its mask has 99,980,001 values"]),
-        (slice_as_gather, slicing(1, shape="2, n"), ["the length of its result is not fixed"]),
+        (slice_as_gather, slicing(1, shape="2, n"), ["the shape of 'y' is not fixed"]),
         *((slice_as_gather, parsed(TWO_AXES.replace("{}", stored, 1).replace("{}", axes)),
            ["its start has 2 axes"]) for stored, axes in ((", int64[2] axes = {0, 1}", ", axes"), ("", ""))),
         # It is not at a computed start.
