@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from email.parser import Parser
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -219,7 +220,8 @@ def check_app(targets: Iterable[Target], dependencies: Iterable[str]) -> None:
             named = [part.version for part in dependency.specifier]
             own = [version for version in named if version.startswith(f"{start}.")]
             releases = (f"{start}.{number}" for number in range(100))
-            if name in packages and not _allows(dependency, [*own, *releases]):
+            fits = partial(dependency.specifier.contains, prereleases=True)
+            if name in packages and not any(map(fits, (*own, *releases))):
                 release = f"{name}=={start}.*"
                 message = f"the project depends on {dependency}, and only {release} runs what is compiled."
                 problems[target.name, name] = Problem.at(
@@ -283,10 +285,6 @@ def _release_of_ep(target: Target) -> str | None:
     release = installed(Requirement(library.requirements[0]).name) or ""
     known = library.ep_versions.items()
     return next((ep for start, ep in known if release.startswith(start)), None)
-
-
-def _allows(dependency: Requirement, releases: Iterable[str]) -> bool:
-    return any(dependency.specifier.contains(release, prereleases=True) for release in releases)
 
 
 def verify(wheel: Path, folder: PurePosixPath, files: Mapping[str, FileRecord]) -> None:
