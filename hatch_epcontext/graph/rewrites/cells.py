@@ -1,6 +1,6 @@
 """Loops around one cell as the recurrent layer that the cell's equations define.
 
-The equations are those that ONNX defines LSTM, GRU and RNN by, in any form that multiplies out to the same.
+The equations are those that ONNX defines LSTM, GRU and RNN by, in any way that multiplies out to the same.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def _gates(*values: Expression) -> list[_Gate]:
     for function in (f for value in values for factors, _ in value.terms for f in factors):
         if not isinstance(function, Function) or function.key in gates:
             continue
-        alone = one(function)
-        gates[function.key] = _Gate(alone, function.of, function)
+        single = one(function)
+        gates[function.key] = _Gate(single, function.of, function)
         # The function of the opposite is the rest to 1.
         if function.name == "Sigmoid" or function.parameters[1:] == (0.5,):
-            rest = _rest(alone)
+            rest = _rest(single)
             gates[rest.key] = _Gate(rest, function.of.scaled(-1), function)
     return [*gates.values()]
 
@@ -220,9 +220,9 @@ def _loop(node: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Bu
     for index, (gather, name, axis, shape) in enumerate(reads):
         numbers = [by_trip[index] for by_trip in values]
         if all(number.size == 1 for number in numbers):
-            places = tuple(int(number.item()) % shape[axis] for number in numbers)
+            positions = tuple(int(number.item()) % shape[axis] for number in numbers)
             batch = (*shape[:axis], *numbers[0].shape, *shape[axis + 1 : -1])
-            loop.read(gather.output[0], _Sequence(name, axis, places, shape[-1]), batch)
+            loop.read(gather.output[0], _Sequence(name, axis, positions, shape[-1]), batch)
     return loop
 
 
@@ -268,9 +268,9 @@ def _scan(node: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Bu
         if not shape or number % len(shape) == len(shape) - 1:
             raise _NoCellError(f"{name!r} has no fixed shape, or its columns are scanned")
         axis, loop.trips = number % len(shape), shape[number]
-        places = tuple(range(loop.trips)[:: -1 if is_backward else 1])
+        positions = tuple(range(loop.trips)[:: -1 if is_backward else 1])
         batch = (*shape[:axis], *shape[axis + 1 : -1])
-        loop.read(own, _Sequence(name, axis, places, shape[-1]), batch)
+        loop.read(own, _Sequence(name, axis, positions, shape[-1]), batch)
     return loop
 
 
@@ -325,7 +325,7 @@ def _cell(loop: _Loop, body: Body) -> tuple[_Cell, tuple[str, ...]]:
 def _outputs(
     loop: _Loop, cell: _Cell, names: tuple[str, ...], body: Body, scope: Scope, builder: Builder
 ) -> Outputs:
-    """The layer in the place of ``loop``; ``names``: of its states."""
+    """The layer instead of ``loop``; ``names``: of its states."""
     size = cell.gates[0].size
     own = {state.own: state for state in loop.states}
     weights = _weights(cell, loop.sequences, names[0])

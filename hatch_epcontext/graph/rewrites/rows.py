@@ -1,4 +1,4 @@
-"""The body of a loop, computed with expressions in place of numbers.
+"""The body of a loop, computed with expressions instead of numbers.
 
 Rows of a batch stay apart: an expression says how the columns of one row follow from states and items.
 """
@@ -124,7 +124,7 @@ def state(name: str, size: int) -> Expression:
 
 
 def one(function: Function) -> Expression:
-    """A function alone."""
+    """A function by itself."""
     ones = np.ones(function.of.size)
     return Expression(0 * ones, (), (((function,), ones),))
 
@@ -228,10 +228,10 @@ class Body:
         names = [onnx.ValueInfoProto(name=name) for name in node.input if name]
         results = [onnx.ValueInfoProto(name=name) for name in node.output]
         opsets = [helper.make_opsetid("", self.opset)]
-        alone = helper.make_graph([node], "node", names, results)
+        single = helper.make_graph([node], "node", names, results)
         feeds = {value.name: self.values[value.name] for value in names}
         try:
-            evaluator = ReferenceEvaluator(helper.make_model(alone, opset_imports=opsets))
+            evaluator = ReferenceEvaluator(helper.make_model(single, opset_imports=opsets))
             return [*map(np.asarray, evaluator.run(None, feeds))]
         except Exception:
             # onnx runs less than ONNX Runtime.
@@ -337,12 +337,12 @@ def _setting(node: onnx.NodeProto, inputs: Sequence[Value], index: int, name: st
 def _slice(body: Body, node: onnx.NodeProto, inputs: Sequence[Value]) -> Sequence[Value]:
     value = _rows(inputs[0])
     names = ("starts", "ends", "axes", "steps")
-    starts, ends, axes, steps = (
+    starts, ends, axes, strides = (
         _setting(node, inputs, index, name) for index, name in enumerate(names, start=1)
     )
     columns = np.arange(value.row.size)
     for index, axis in enumerate(axes or range(len(starts))):
-        part = slice(starts[index], ends[index], steps[index] if steps else 1)
+        part = slice(starts[index], ends[index], strides[index] if strides else 1)
         size = value.shape[axis]
         if axis % len(value.shape) == len(value.batch):
             columns = columns[part]
