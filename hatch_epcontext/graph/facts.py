@@ -62,7 +62,8 @@ class Far:
     """Values that the type and the graph allow, and that ordinary samples do not have.
 
     Integers from ``low`` to ``high``, both included, of all magnitudes; or numbers around ``centers``, which
-    have the ``shape`` of a constant, with the standard deviations ``spreads``.
+    have the ``shape`` of a constant, with the standard deviations ``spreads``, as multiples of ``unit`` if
+    that is not 0. Each number is around any of several ``centers`` without a shape.
     """
 
     low: float = 0.0
@@ -70,6 +71,16 @@ class Far:
     centers: tuple[float, ...] = ()
     spreads: tuple[float, ...] = ()
     shape: tuple[int, ...] = ()
+    unit: float = 0.0
+
+
+@dataclass(frozen=True)
+class InFloats:
+    """How integers become floats: times ``factor``, plus ``offset``, perhaps as the sum of ``several``."""
+
+    factor: float = 1.0
+    offset: float = 0.0
+    several: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,8 +91,9 @@ class Range:
     ``usual``: the value in normal use, such as 1 in a mask or the whole length; None if any value is as good.
     ``whole``: whether the graph uses the values as integers, whatever their dtype.
     ``far``: other values that it may have. ``sound``: whether these are floats along one long axis.
-    ``floats``: the factor and the offset with which integers become floats, if they do. ``loose``: whether
-    other integers are also accepted, although these are known.
+    ``floats``: how integers become floats, if they do. ``loose``: whether other integers are also accepted,
+    although these are known. ``reach``: how large a graph with such constants expects values to be; 0 if
+    nothing shows it.
     """
 
     low: float
@@ -91,8 +103,14 @@ class Range:
     whole: bool = False
     far: tuple[Far, ...] = ()
     sound: bool = False
-    floats: tuple[float, float] | None = None
+    floats: InFloats | None = None
     loose: bool = False
+    reach: float = 0.0
+
+    @property
+    def is_firm(self) -> bool:
+        """Whether no other value is accepted, or of interest."""
+        return self.known and (not self.loose or self.low == self.high)
 
     @property
     def is_open(self) -> bool:

@@ -157,6 +157,8 @@ def describe_validation(validation: Validation, *, with_reason: bool = True) -> 
         parts.append(f"on the CPU only{reason}")
     if validation.status is ValidationStatus.RAN_ALONE:
         parts.append("compiled alone")
+    if bits := max((values.bits for values in validation.inputs), default=0):
+        parts.append(f"integers in {bits} bits")
     if validation.simulated:
         parts.append(f"simulator{decibels}")
     return ", ".join(parts)
@@ -190,12 +192,18 @@ def describe_values(values: InputValues) -> str:
         if low != high
         else f"{values.name!r} was {low}"
     )
-    if not values.arithmetic:
+    if not values.most:
         return compared
-    beyond = f"values above {show_number(values.most)}"
+    end = f"computes integers in {values.bits} bits"
+    if values.in_floats:
+        # Only integers of 32 bits and more are so large.
+        bits, largest = values.bits or 32, show_number(values.in_floats)
+        end = f"ends integers of {bits} bits in floats at {largest}"
+    what = "sums with other inputs" if values.several else "values"
+    beyond = f"{what} above {show_number(values.most)}"
     if -values.least not in (0, values.most, values.most + 1):
         beyond += f", or below {show_number(values.least)},"
-    return f"{compared}; {values.arithmetic}: {beyond} are not supported"
+    return f"{compared}; the EP {end}: {beyond} are not supported"
 
 
 def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
@@ -214,8 +222,8 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
         )
     yield from (f"{name}: {warning}" for warning in validation.warnings)
     for values in validation.inputs:
-        if values.arithmetic:
-            yield (f"{name}: {describe_values(values)}, and may give wrong answers")
+        if values.expected:
+            yield f"{name}: {describe_values(values)}, and may give wrong answers"
     emulation = validation.emulation
     reasons = [agreement.reason for agreement in validation.compared if agreement.reason]
     if emulation is not None and emulation.reason and not reasons:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from hatch_epcontext.graph.dtypes import Array
-from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.values.far import dtype_bounds
 from hatch_epcontext.providers import Provider
@@ -56,38 +56,39 @@ def with_arithmetic(
     """
     facts = {tensor.name: tensor for tensor in inputs}
     return tuple(
-        _with_ends(value, _ends_of(facts[value.name], ranges[value.name], provider, format_))
+        _with_ends(value, facts[value.name], ranges[value.name], provider, format_)
         if value.whole and value.name in facts and value.name in ranges
         else value
         for value in values
     )
 
 
-def _with_ends(value: InputValues, ends: Iterable[tuple[float, float, str]]) -> InputValues:
-    """``value`` with the nearest of the ``ends``."""
-    nearest = min(ends, key=lambda end: end[1], default=None)
-    if nearest is None:
+def _with_ends(
+    value: InputValues,
+    tensor: TensorFacts,
+    range_: Range,
+    provider: Provider,
+    format_: NumberFormat | None,
+) -> InputValues:
+    """``value`` with the nearest of the ends."""
+    if range_.is_firm:
         return value
-    least, most, arithmetic = nearest
-    return replace(value, least=least, most=most, arithmetic=arithmetic)
-
-
-def _ends_of(
-    tensor: TensorFacts, range_: Range, provider: Provider, format_: NumberFormat | None
-) -> Iterator[tuple[float, float, str]]:
-    if range_.known and (not range_.loose or range_.low == range_.high):
-        return
     lowest, highest = dtype_bounds(tensor)
-    bits = provider.integer_bits
-    text, end = f"{provider.name} computes integers in {bits} bits", 2.0 ** (bits - 1)
+    end = 2.0 ** (provider.integer_bits - 1)
     if highest >= end:
-        yield max(lowest, -end), end - 1, text
-    if range_.floats is not None and format_ is not None and format_.seen:
-        (scale, offset), largest = range_.floats, format_.largest_of_sums
-        low, high = sorted((number - offset) / scale for number in (-largest, largest))
-        if high < highest or low > lowest:
-            text += f", and ends them in floats at {show_number(largest)}"
-            yield max(lowest, math.ceil(low)), min(highest, math.floor(high)), text
+        value = replace(value, least=max(lowest, -end), most=end - 1, bits=provider.integer_bits)
+        lowest, highest = value.least, value.most
+    if (floats := range_.floats) is not None and format_ is not None and format_.seen:
+        largest = format_.largest_of_sums
+        if floats.several:
+            value = replace(value, least=-largest, most=largest, in_floats=largest, several=True)
+        else:
+            ends = ((number - floats.offset) / floats.factor for number in (-largest, largest))
+            low, high = sorted(ends)
+            if high < highest or low > lowest:
+                least, most = max(lowest, math.ceil(low)), min(highest, math.floor(high))
+                value = replace(value, least=least, most=most, in_floats=largest)
+    return replace(value, expected=bool(value.most) and range_.reach > value.most)
 
 
 def describe_values(run: ReferenceRun, agreed: Iterable[ReferenceRun]) -> str:
@@ -99,23 +100,27 @@ def describe_values(run: ReferenceRun, agreed: Iterable[ReferenceRun]) -> str:
         ]
         return f"inputs as in the sample {run.name!r}, {listing(parts, _MAX_NAMED)},"
     ordinary = {values.name: values for values in compared_values([*agreed], {})}
-    parts = []
-    for name in run.far:
-        numbers = np.concatenate([array.ravel().astype(np.float64) for array in _arrays(run, name)])
-        known = ordinary.get(name)
-        below, above = (
-            (numbers[numbers < known.low], numbers[numbers > known.high])
-            if known
-            else (numbers, numbers[:0])
-        )
-        outside = np.concatenate((below, above))
-        if known and below.size and above.size:
-            low, high = (show_number(float(end)) for end in (known.low, known.high))
-            least, most = (show_number(float(end)) for end in (below.min(), above.max()))
-            parts.append(f"{name!r} below {low}, such as {least}, or above {high}, such as {most},")
-        elif outside.size:
-            parts.append(f"{name!r} {_from_to((float(outside.min()), float(outside.max())))}")
-    return listing(parts or run.far, _MAX_NAMED)
+    parts = [_describe_far(run, name, far, ordinary.get(name)) for name, far in run.far.items()]
+    return listing(parts, _MAX_NAMED)
+
+
+def _describe_far(run: ReferenceRun, name: str, far: Far, known: InputValues | None) -> str:
+    """The values of the input ``name`` in ``run``, without those in the range that is ``known``."""
+    if far.centers and any(far.centers):
+        centers = listing(map(show_number, dict.fromkeys(far.centers)), _MAX_NAMED)
+        spread = 2 * max(far.spreads)
+        return f"{name!r} within {spread:.2g} of {centers}" if spread else f"{name!r} of {centers}"
+    numbers = np.concatenate([array.ravel().astype(np.float64) for array in _arrays(run, name)])
+    if known is None:
+        return f"{name!r} {_from_to((float(numbers.min()), float(numbers.max())))}"
+    below, above = numbers[numbers < known.low], numbers[numbers > known.high]
+    low, high = (show_number(float(end)) for end in (known.low, known.high))
+    parts = [f"below {low}, such as {show_number(float(below.min()))}"] if below.size else []
+    if above.size:
+        parts.append(f"above {high}, such as {show_number(float(above.max()))}")
+    if not parts:
+        return f"{name!r} {_from_to((float(numbers.min()), float(numbers.max())))}"
+    return f"{name!r} {', or '.join(parts)},"
 
 
 def _arrays(run: ReferenceRun, name: str) -> list[Array]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.batch.follow import batch_of_outputs
+from hatch_epcontext.graph.branches import Branching, branchings
 from hatch_epcontext.graph.cost import multiply_adds
 from hatch_epcontext.graph.dequantize import dequantize, is_quantized
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
@@ -39,8 +40,10 @@ from hatch_epcontext.worker.comparison.runs import (
     is_constant,
     is_nowhere_finite,
     run_frames,
+    sides,
     tells,
     values_of,
+    with_branches,
     with_telling,
 )
 from hatch_epcontext.worker.inputs import constant, samples_of
@@ -93,12 +96,16 @@ def reference(
     announce("opening the source model on the CPU")
     with running_source(model, fixed):
         chosen = find_selections(fixed)
-        cpu = _SourceSession.open(model, path or model.path, states, chosen.values)
         typed, opset = graph.inferred(fixed), graph.opset(fixed)
         if folded is None:
             folded = typed_graph(fixed, model)
         # Sizes that the model computes itself are known only once they are folded.
         cost = max(multiply_adds(typed), multiply_adds(folded))
+        parts = [*branchings(fixed.graph, folded)]
+        deciders = tuple(dict.fromkeys(part.condition for part in parts if part.condition))
+        fed = {tensor.name for tensor in inputs}
+        inner = chosen.values.union(name for name in deciders if name not in fed)
+        cpu = _SourceSession.open(model, path or model.path, states, inner)
         ranges = ranges_for(folded, inputs, model)
         names = [value.name for value in fixed.graph.output]
         for most in (MANY,) if emulated else (SOME, MANY):
@@ -111,11 +118,14 @@ def reference(
         random = cpu.random(runs[0])
         has_batch = all(tensor.is_fixed for tensor in inputs) and cost < _SLOW
         batch = cpu.batch(runs) if has_batch else {}
-        runs = _choose(runs, outputs, synthetic=synthetic)
+        runs = _choose(runs, outputs, deciders, synthetic=synthetic)
         is_lasting = not chosen.values and cpu.is_lasting(runs)
     reasons = dict(_inconclusive(runs, Scope(fixed.graph)))
+    if synthetic:
+        reasons = dict(_untaken(runs, parts)) | reasons
     outputs = _with_behaviour(outputs, states, random, reasons)
-    return Reference(tuple(runs), Facts(states, outputs, chosen, is_lasting, None, batch, ranges))
+    facts = Facts(states, outputs, chosen, is_lasting, None, batch, ranges, deciders)
+    return Reference(tuple(runs), facts)
 
 
 def _with_behaviour(
@@ -317,7 +327,11 @@ def _is_same(out: Array, ref: Array) -> bool:
 
 
 def _choose(
-    runs: Sequence[ReferenceRun], outputs: Mapping[str, OutputFacts], *, synthetic: bool
+    runs: Sequence[ReferenceRun],
+    outputs: Mapping[str, OutputFacts],
+    deciders: Sequence[str],
+    *,
+    synthetic: bool,
 ) -> list[ReferenceRun]:
     """``runs``; the target runs the first few too, and those in which an output shows more.
 
@@ -325,7 +339,7 @@ def _choose(
     """
     if synthetic:
         runs = _scoring_first(runs, outputs)
-        on_target = with_telling(runs[:_FEW], runs)
+        on_target = with_branches(with_telling(runs[:_FEW], runs), runs, deciders)
     else:
         sequences = [run for run in runs if len(run.frames) > 1]
         number = 1 if len(sequences) > 1 else FEW_SAMPLES
@@ -364,6 +378,14 @@ def _inconclusive(runs: Sequence[ReferenceRun], scope: Scope) -> Iterator[tuple[
         elif scope.varies([name]) and is_constant(values):
             value = next(array[finite(array)][0] for array in values if finite(array).any())
             yield name, f"the CPU's value is {value} everywhere, for all inputs"
+
+
+def _untaken(runs: Sequence[ReferenceRun], parts: Iterable[Branching]) -> Iterator[tuple[str, str]]:
+    """The outputs that depend on a branch that none of ``runs`` takes, each with the reason."""
+    for part in parts:
+        taken = frozenset(side for run in runs for _, side in sides(run, [part.condition]))
+        if reason := part.untaken(taken):
+            yield from ((name, reason) for name in part.outputs)
 
 
 def write_float_form(source: Path, result: Path, *, static: bool = False) -> int:

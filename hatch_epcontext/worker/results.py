@@ -253,8 +253,10 @@ class Emulation:
 class InputValues:
     """What is known of the values of an input: those from ``low`` to ``high`` were compared, and agree.
 
-    ``least`` and ``most``: the ends of the EP's arithmetic, which it declares; ``arithmetic``: what ends
-    there, empty if no value of the input is beyond. ``whole``: whether they are integers.
+    ``whole``: whether they are integers. Of those the EP declares where its arithmetic ends: at ``least`` and
+    ``most``, because it computes them in ``bits``, or because they, or sums of ``several`` inputs, end at
+    ``in_floats`` in floats. All are 0 if no value of the input is beyond. ``expected``: whether the graph
+    shows that values beyond are usual.
     """
 
     name: str
@@ -263,7 +265,10 @@ class InputValues:
     whole: bool = False
     least: float = 0.0
     most: float = 0.0
-    arithmetic: str = ""
+    bits: int = 0
+    in_floats: float = 0.0
+    several: bool = False
+    expected: bool = False
 
 
 class ValidationStatus(Enum):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
 from hatch_epcontext.graph.dtypes import Arrays
-from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.worker.results import FEW_SAMPLES
 from hatch_epcontext.worker.synthetic import (
     FAINT,
@@ -66,7 +66,7 @@ class Sample:
     frames: tuple[Arrays, ...]
     nature: str = ""
     usual: bool = True
-    far: tuple[str, ...] = ()
+    far: Mapping[str, Far] = field(default_factory=dict)
 
     @property
     def feeds(self) -> Arrays:
@@ -179,8 +179,9 @@ def _far(
         (feeds,) = _frames(RANDOM, inputs, ranges, rng, states, 1)
         by_name = {tensor.name: tensor for tensor in inputs}
         feeds = {**feeds, **{n: far_values(by_name[n], far, rng) for n, far in group.items()}}
-        names = tuple(tensor.name for tensor in inputs if tensor.name in group)
-        yield Sample(f"other values of {', '.join(names)}", (feeds,), "far", usual=False, far=names)
+        values = {name: group[name] for name in by_name if name in group}
+        name = f"other values of {', '.join(values)}"
+        yield Sample(name, (feeds,), "far", usual=False, far=values)
 
 
 def _mixed(samples: Sequence[Sample], states: Mapping[str, str], number: int) -> Iterator[Sample]:

@@ -131,8 +131,15 @@ def far_values(facts: TensorFacts, far: Far, rng: np.random.Generator) -> Array:
     shape = tuple(size if isinstance(size, int) else 1 for size in facts.sizes)
     dtype = numpy_dtype(facts.dtype)
     if far.centers:
-        center, spread = (np.reshape(numbers, far.shape) for numbers in (far.centers, far.spreads))
+        if len(far.centers) > 1 and not far.shape:
+            center, spread = rng.choice(far.centers, shape), np.asarray(far.spreads[0])
+        else:
+            center, spread = (
+                np.reshape(numbers, far.shape) for numbers in (far.centers, far.spreads)
+            )
         numbers = center + spread * rng.standard_normal(shape)
+        if far.unit:
+            numbers = np.rint(numbers / far.unit) * far.unit
         return np.asarray(numbers if _is_real(facts) else np.rint(numbers)).astype(dtype)
     # As many small ones as large ones.
     sizes = np.exp(rng.uniform(0, np.log1p(max(-far.low, far.high)), shape)) - 1

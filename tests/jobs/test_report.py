@@ -6,7 +6,14 @@ from pathlib import Path
 from hatch_epcontext.errors import Kind, Problem
 from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.recipe import Recipe, Stop, Times
-from hatch_epcontext.jobs.report import Report, make_report, summarize, validation_warnings
+from hatch_epcontext.jobs.report import (
+    Report,
+    describe_validation,
+    describe_values,
+    make_report,
+    summarize,
+    validation_warnings,
+)
 from hatch_epcontext.jobs.report_file import render_page
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.serialize import from_json, to_json
@@ -83,18 +90,24 @@ def test_how_it_was_prepared_is_in_the_line_and_what_was_tried_in_the_report(
 
 
 def test_a_warning_says_where_the_arithmetic_of_an_input_ends() -> None:
-    text = "qnn computes integers in 32 bits"
+    ends = -(2.0**31), 2.0**31 - 1
     inputs = (
         InputValues("x", -4.25, 4.5),
-        InputValues("user", -1000, 2000, True, -(2.0**31), 2.0**31 - 1, text),
-        InputValues("time", 3, 3, True, -30908, 231108, text),
+        InputValues("count", 0, 255, True, *ends, bits=32),
+        InputValues("user", -1000, 2000, True, *ends, bits=32, expected=True),
+        InputValues("time", 3, 3, True, -30908, 231108, in_floats=131008, expected=True),
+        InputValues("a", 1, 3, True, -131008, 131008, 32, 131008, several=True, expected=True),
     )
     validation = Validation(ValidationStatus.RAN, inputs=inputs)
-    user, time = validation_warnings("m", validation)
-    assert user.startswith(
-        f"m: 'user' was compared from -1000 to 2000; {text}: values above 2147483647 are"
+    user, time, gap = validation_warnings("m", validation)
+    assert user == (
+        "m: 'user' was compared from -1000 to 2000; the EP computes integers in 32 bits: values above "
+        "2147483647 are not supported, and may give wrong answers"
     )
-    assert user.endswith("are not supported, and may give wrong answers")
     assert time.startswith(
-        f"m: 'time' was 3; {text}: values above 231108, or below -30908, are not"
+        "m: 'time' was 3; the EP ends integers of 32 bits in floats at 131008: values above 231108, or below "
     )
+    assert "131008: sums with other inputs above 131008 are not" in gap
+    # What the graph does not expect is a fact, and no warning.
+    assert "integers in 32 bits" in describe_validation(validation)
+    assert "2147483647" in describe_values(inputs[1])

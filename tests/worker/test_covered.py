@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.facts import Far, InFloats, Range, TensorFacts
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.worker.advice import warning
 from hatch_epcontext.worker.comparison.compare import compare_runs
@@ -28,9 +30,9 @@ FORMAT = QNN.number_format("npu", {})
 BYTES = Range(0, 255, False, whole=True)
 
 
-def run(far: tuple[str, ...] = (), **feeds: Any) -> ReferenceRun:
+def run(far: Mapping[str, Far] | None = None, **feeds: Any) -> ReferenceRun:
     arrays = {name: np.asarray(value) for name, value in feeds.items()}
-    return ReferenceRun("a", (arrays,), usual=not far, far=far)
+    return ReferenceRun("a", (arrays,), usual=not far, far=far or {})
 
 
 def test_the_ends_of_what_was_compared_are_those_of_all_runs() -> None:
@@ -48,8 +50,8 @@ def test_the_ends_of_what_was_compared_are_those_of_all_runs() -> None:
         ("int64", BYTES, (-(2.0**31), 2.0**31 - 1)),
         ("uint32", BYTES, (0, 2.0**31 - 1)),
         ("int32", BYTES, None),
-        ("int32", Range(0, 255, False, whole=True, floats=(1, 0)), (-131008, 131008)),
-        ("int32", Range(0, 255, False, whole=True, floats=(0.5, -50)), (-261916, 262116)),
+        ("int32", Range(0, 255, False, whole=True, floats=InFloats()), (-131008, 131008)),
+        ("int32", Range(0, 255, False, whole=True, floats=InFloats(0.5, -50)), (-261916, 262116)),
         ("int64", Range(0, 9, True, whole=True), None),
         ("int64", Range(5, 7, True, whole=True, loose=True), (-(2.0**31), 2.0**31 - 1)),
         # It decides, and has no other values of interest.
@@ -61,18 +63,43 @@ def test_the_arithmetic_ends_where_the_provider_declares_it(
 ) -> None:
     values, inputs = [InputValues("i", 0, 9, whole=True)], [TensorFacts("i", dtype, (4,))]
     (found,) = with_arithmetic(values, inputs, {"i": range_}, QNN, FORMAT)
-    assert ((found.least, found.most) if found.arithmetic else None) == ends
+    assert ((found.least, found.most) if found.most else None) == ends
     (found,) = with_arithmetic(values, inputs, {"i": range_}, PROVIDERS["cpu"], None)
-    assert not found.arithmetic
+    assert not found.most
+
+
+@pytest.mark.parametrize(
+    ("range_", "expected"),
+    [
+        (BYTES, False),
+        (replace(BYTES, reach=2.0**53), True),
+        (replace(BYTES, reach=3600), False),
+        (replace(BYTES, reach=8e6, floats=InFloats()), True),
+        (replace(BYTES, reach=8e6, floats=InFloats(several=True)), True),
+        (Range(0, 9, True, whole=True, reach=2.0**53), False),
+    ],
+)
+def test_values_beyond_the_arithmetic_count_only_if_the_graph_expects_them(
+    range_: Range, expected: bool
+) -> None:
+    values, inputs = [InputValues("i", 0, 9, whole=True)], [TensorFacts("i", "int64", (4,))]
+    (found,) = with_arithmetic(values, inputs, {"i": range_}, QNN, FORMAT)
+    assert found.expected == expected
 
 
 def test_a_warning_names_only_values_that_no_run_has_that_agreed() -> None:
     agreed = [run(i=[0, 255], x=[-4.0, 4.0])]
-    far = run(("i",), i=[-7, 90, -1], x=[3.0, 3.0])
-    assert describe_values(far, agreed) == "'i' from -7 to -1"
-    far = run(("i", "x"), i=[-7, 90, 999], x=[292.875, 293.5])
-    text = "'i' below 0, such as -7, or above 255, such as 999, and 'x' from 292.88 to 293.5"
+    large, kelvin = Far(-1000, 1000), Far(centers=(293.15,), spreads=(0.3,), shape=(1,))
+    far = run({"i": large}, i=[-7, 90, -1], x=[3.0, 3.0])
+    assert describe_values(far, agreed) == "'i' below 0, such as -7,"
+    far = run({"i": large, "x": kelvin}, i=[-7, 90, 999], x=[292.875, 293.5])
+    text = "'i' below 0, such as -7, or above 255, such as 999, and 'x' within 0.6 of 293.15"
     assert describe_values(far, agreed) == text
+    # Constants of several elements are no span.
+    gps = Far(centers=(48.1, 11.5), spreads=(0.5, 0.1), shape=(2,))
+    assert describe_values(run({"x": gps}, x=[48, 11]), []) == "'x' within 1 of 48.1 and 11.5"
+    rate = Far(centers=(8000.0,), spreads=(0.0,))
+    assert describe_values(run({"i": rate}, i=[8000]), []) == "'i' of 8000"
     assert describe_values(run(i=[1], x=[1.0]), agreed) == "inputs as in the sample 'a', 'x' of 1,"
 
 
@@ -80,7 +107,7 @@ def test_a_difference_far_from_the_ordinary_is_a_warning(tmp_path: Path) -> None
     made = parsed("(float[1, 64] x) => (float[1, 64] y) <float k = {300}> { y = Sub (x, k) }")
     _, expected = referred(made, tmp_path)
     far = [each for each in expected.runs if each.far]
-    assert [each.far for each in far] == [("x",), ("x",)]
+    assert [[*each.far] for each in far] == [["x"], ["x"]]
     session = open_session(save(clipped(made, 310), tmp_path / "changed.onnx"), cpu_options())
     found = compare_runs(session, expected, HALF, [expected.runs[0], far[1]])
     assert found.agreements[0].status is AgreementStatus.AGREES
@@ -92,7 +119,7 @@ def test_a_difference_far_from_the_ordinary_is_a_warning(tmp_path: Path) -> None
     assert found.difference is None
     (difference,) = found.unusual
     text = warning(difference, describe_values(difference.run, found.agreed))
-    assert text.startswith("'x' from 29")
+    assert text.startswith("'x' within 0.6 of 300 may")
     assert "may give wrong answers: of 'y', " in text
 
 
@@ -109,3 +136,19 @@ def test_values_around_a_constant_are_judged_by_their_own_outputs(tmp_path: Path
     (agreement,) = expected.compare(near, 0, shifted, HALF)
     assert agreement.snr is not None
     assert agreement.snr < 10
+
+
+def test_values_that_an_ep_refuses_are_a_warning(tmp_path: Path) -> None:
+    made = parsed(
+        "(float[1, 8] x, int32[1, 8] i) => (float[1, 8] y) { y = GatherElements <axis = 1> (x, i) }"
+    )
+    _, expected = referred(made, tmp_path)
+    far = next(each for each in expected.runs if each.far)
+    smaller = parsed(
+        """(float[1, 8] x, int32[1, 8] i) => (float[1, 8] y) <int64[1] a = {1}, int64[1] b = {6}>
+        { s = Slice (x, a, b, a) y = GatherElements <axis = 1> (s, i) }"""
+    )
+    session = open_session(save(smaller, tmp_path / "changed.onnx"), cpu_options())
+    (difference,) = compare_runs(session, expected, HALF, [far]).unusual
+    text = warning(difference, describe_values(difference.run, []))
+    assert text.startswith("'i' from -6 to 1 may give wrong answers: of 'y', the EP fails (")

@@ -23,6 +23,7 @@ from hatch_epcontext.worker.comparison.runs import (
     Reference,
     ReferenceRun,
     read_reference,
+    sides,
     write_reference,
 )
 from hatch_epcontext.worker.covered import describe_values
@@ -409,3 +410,31 @@ def test_one_given_sample_is_reversed_for_the_batch(
     np.savez(tmp_path / "given.npz", x=given.reshape(2, 4, 8))
     source = parsed(f"{ROWS} {{ y = MatMul (x, w) }}", w=(8, 8))
     assert batch_of(source, tmp_path, inputs=str(tmp_path / "given.npz")) == expected
+
+
+BRANCHES = """<then_branch = a () => (float[4] p) { p = Abs (x) },
+    else_branch = b () => (float[4] q) { q = Neg (x) }>"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "untaken"),
+    [
+        ("g = Identity (c)", ""),
+        ("s = ReduceSum <keepdims = 0> (x) g = Less (s, one)", ""),
+        ("s = ReduceSum <keepdims = 0> (x) g = Less (s, much)", "else"),
+        ("s = ReduceMax <keepdims = 0> (x) g = Greater (s, much)", "then"),
+    ],
+)
+def test_a_branch_that_no_sample_takes_is_named(nodes: str, untaken: str, tmp_path: Path) -> None:
+    made = parsed(
+        "(float[4] x, bool c) => (float[4] y) <float one = {1}, float much = {3000000000}> {"
+        f"{nodes} y = If (g) {BRANCHES} }}"
+    )
+    made.graph.node[-1].name = "n"
+    _, expected = referred(made, tmp_path)
+    reason = f"no sample takes the branch {untaken!r} of the If 'n'" if untaken else ""
+    assert expected.facts.of("y").inconclusive == reason
+    on_target = [run for run in expected.runs if run.on_target]
+    assert len({side for run in on_target for side in sides(run, expected.facts.deciders)}) == (
+        1 if untaken else 2
+    )

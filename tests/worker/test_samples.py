@@ -82,7 +82,7 @@ def test_integers_far_from_the_ordinary_share_samples_and_floats_have_their_own(
     )
     j = TensorFacts("j", "int64", (5,))
     found = [each for each in fed([X, I, j], {"x": floats, "i": ids, "j": ids}) if each.far]
-    assert [each.far for each in found] == [("i", "j"), ("i", "j"), ("x",), ("x",)]
+    assert [[*each.far] for each in found] == [["i", "j"], ["i", "j"], ["x"], ["x"]]
     assert not any(each.usual for each in found)
     assert np.abs(found[0].feeds["i"]).max() <= 9
     assert found[0].feeds["i"].min() < 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -19,7 +20,7 @@ from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, FUSING, Rew
 from hatch_epcontext.graph.rewrites import integers
 from hatch_epcontext.graph.rewrites.pools import is_padded_unevenly, pad_before
 from hatch_epcontext.graph.rewriting import Rewrite, rewrites
-from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.scope import Scope, Types
 
 _BROADCASTING = 8
 """The opset from which Max and Min accept a number beside a tensor."""
@@ -353,11 +354,16 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
 """Those of `ALWAYS`, and then of `CORRECTIONS`, in the order in which they are applied."""
 
 
-def applicable(model: onnx.ModelProto) -> tuple[RewriteName, ...]:
-    """Those of `PRECISE` for whose operators ``model`` has nodes that they change."""
+def applicable(
+    model: onnx.ModelProto, types: Types = MappingProxyType({})
+) -> tuple[RewriteName, ...]:
+    """Those of `PRECISE` for whose operators ``model`` has nodes that they change.
+
+    ``types``: of its values, as far as they are known.
+    """
     if graph.opset(model) < _BROADCASTING:
         return ()
-    scope = Scope(model.graph, nested=True)
+    scope = Scope(model.graph, types=types, nested=True)
     nodes: dict[str, list[onnx.NodeProto]] = {}
     for node in scope.nodes:
         nodes.setdefault(graph.operator(node), []).append(node)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 
 import ml_dtypes
 import numpy as np
@@ -13,18 +14,18 @@ import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Numbers, is_float, numpy_dtype
-from hatch_epcontext.graph.facts import Far, Range, TensorFacts
-from hatch_epcontext.graph.values.conventions import looks_like_sound
+from hatch_epcontext.graph.facts import Far, InFloats, Range, TensorFacts
+from hatch_epcontext.graph.values.conventions import DEVIATIONS, looks_like_sound
 from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms
 
 _SMALL = 1000.0
 """Integers of both signs up to this one are small."""
 
 _LARGE = 2.0**31 - 1
-"""The largest integer of 32 bits; EPs declare what they do with larger ones."""
+"""The largest integer of 32 bits: larger ones are left to what EPs declare."""
 
 _IN_FLOATS = 65504.0
-"""The largest float16: larger integers that become floats are left to what EPs declare."""
+"""The largest float16: so are larger integers that become floats."""
 
 _MAX_EXACT = 2.0**53
 """The integer up to which floats represent all integers."""
@@ -32,11 +33,23 @@ _MAX_EXACT = 2.0**53
 _OF_SOUND = 8000.0
 """The level of sound whose full scale is that of int16."""
 
+_SCALED = 64
+"""The divisor from which floats that a graph scales are large."""
+
 _WIDE, _NARROW = 1 / 8, 1 / 1000
 """The deviations around a constant, relative to it."""
 
 _MAX_CENTERS = 4096
 """The most numbers of a constant that is a center."""
+
+_DIGITS = 5
+"""The units of the last digit of a constant within which values around it are."""
+
+_LONG = 1000
+"""The divisor from which a division is of large integers, as of times and identifiers."""
+
+_SECONDS = frozenset({3600, 86400, 604800})
+"""Hours, days and weeks in seconds: seconds since 1970 have 32 bits until 2038."""
 
 _MAX_VALUES = 4
 """The most other values of a number that is compared."""
@@ -53,15 +66,31 @@ _OF_SIGNALS = frozenset({"Conv", "DFT", "STFT"})
 class Uses:
     """What a graph does with the values of an input.
 
-    ``centers``: constants that it subtracts, or compares with, each with the deviation by which it then
-    divides, if it does. ``indexed``: the size of an axis in which they are indices. ``is_signal``: whether a
-    filter reads them. ``floats``: as in `Range`.
+    ``centers``: constants that it subtracts, or compares with. ``indexed``: the size of an axis in which they
+    are indices. ``is_signal``: whether a filter reads them. ``scale`` and ``gain``: the smallest and the
+    largest factor by which it multiplies them. ``floats`` and ``reach``: as in `Range`.
     """
 
-    centers: list[tuple[Numbers, Numbers | None]] = field(default_factory=list)
+    centers: list[Center] = field(default_factory=list)
     indexed: float = 0.0
     is_signal: bool = False
-    floats: tuple[float, float] | None = None
+    scale: float = 1.0
+    gain: float = 1.0
+    floats: InFloats | None = None
+    reach: float = 0.0
+
+
+@dataclass(frozen=True)
+class Center:
+    """Constants ``values``, and the ``deviation`` by which their differences are divided, if they are.
+
+    ``unit``: that of the last digits of the constants. ``compared``: whether these are thresholds.
+    """
+
+    values: Numbers
+    deviation: Numbers | None = None
+    unit: float = 0.0
+    compared: bool = False
 
 
 class UsesOfInputs:
@@ -78,48 +107,102 @@ class UsesOfInputs:
         except INVALID:
             return
 
+    def add_outputs(self, names: Iterable[str]) -> None:
+        """Add what outputs of the graph, called ``names``, have of inputs."""
+        for name in names:
+            self._add_factors(name)
+            dtype = self._terms.scope.dtype(name)
+            for term in self._own(name) if dtype is not None and dtype.kind in "iu" else ():
+                if (term.scale, term.offset) == (1, 0):
+                    # Identifiers are returned as they are.
+                    self.of[term.input].reach = _MAX_EXACT
+
+    def _add_factors(self, name: str) -> None:
+        for term in self._numbers(name):
+            uses, factor = self.of[term.input], abs(term.scale)
+            uses.scale, uses.gain = min(uses.scale, factor), max(uses.gain, factor)
+
     def _add(self, node: onnx.NodeProto) -> None:
-        if node.op_type in _OF_SIGNALS:
+        for name in node.input:
+            self._add_factors(name)
+        operator = node.op_type if node.domain in graph.STANDARD else ""
+        if operator in _OF_SIGNALS:
             for term in self._terms.of(node.input[0]):
                 self.of[term.input].is_signal = True
-        elif node.op_type in _INDEXED and node.domain in graph.STANDARD:
-            for term in self._own(node.input[1]):
-                sizes = self._terms.scope.sizes(node.input[0]) or ()
-                axis = 0 if node.op_type.endswith("ND") else int(graph.attribute(node, "axis", 0))
-                if (term.scale, term.offset) == (1, 0) and sizes and (size := sizes[axis]):
-                    self.of[term.input].indexed = size
-        elif node.op_type == "Cast" and graph.attribute(node, "to", 0) in _FLOATS:
-            for term in self._own(node.input[0]):
-                self.of[term.input].floats = term.scale, term.offset
-        elif node.op_type in _COMPARES or node.op_type in ("Add", "Sub"):
+        elif operator in _INDEXED:
+            self._add_indices(node)
+        elif operator == "Cast" and graph.attribute(node, "to", 0) in _FLOATS:
+            for term in self._numbers(node.input[0]):
+                floats = InFloats(term.scale, term.offset, term.several)
+                self.of[term.input].floats = floats
+        elif operator in ("Div", "Log", "Mod"):
+            self._add_reach(node)
+        elif operator in _COMPARES or operator in ("Add", "Sub"):
             self._add_centers(node)
-        elif node.op_type == "BatchNormalization":
-            mean, variance = (self._terms.scope.constant(name) for name in node.input[3:5])
-            if mean is not None and variance is not None:
-                rank = len(self._terms.scope.sizes(node.input[0]) or ())
-                shape = (-1, *[1] * max(rank - 2, 0))
-                deviation = np.sqrt(variance.astype(np.float64))
-                self._add_center(node.input[0], mean.reshape(shape), deviation.reshape(shape))
+        elif operator == "BatchNormalization":
+            self._add_mean(node)
+
+    def _add_indices(self, node: onnx.NodeProto) -> None:
+        scope, data = self._terms.scope, node.input[0]
+        if node.op_type == "Gather" and data in scope.stored:
+            # No app counts the rows of a table, such as words, from its end.
+            return
+        for term in self._own(node.input[1]):
+            sizes = scope.sizes(data) or ()
+            axis = 0 if node.op_type.endswith("ND") else int(graph.attribute(node, "axis", 0))
+            if (term.scale, term.offset) == (1, 0) and sizes and (size := sizes[axis]):
+                self.of[term.input].indexed = size
+
+    def _add_mean(self, node: onnx.NodeProto) -> None:
+        """That of a normalization."""
+        mean, variance = (self._terms.scope.constant(name) for name in node.input[3:5])
+        if mean is not None and variance is not None:
+            rank = len(self._terms.scope.sizes(node.input[0]) or ())
+            shape = (-1, *[1] * max(rank - 2, 0))
+            deviation = np.sqrt(variance.astype(np.float64)).reshape(shape)
+            self._add_center(node.input[0], Center(mean.reshape(shape), deviation))
+
+    def _numbers(self, name: str) -> Iterator[LinearTerm]:
+        """The terms of a value that are numbers."""
+        return (term for term in self._terms.of(name) if not (term.truth or term.masked))
 
     def _own(self, name: str) -> Iterator[LinearTerm]:
-        """The terms of a value that are numbers of only one input."""
-        return (
-            term for term in self._terms.of(name) if not (term.truth or term.masked or term.several)
-        )
+        """The terms of a value that are numbers of one input alone."""
+        return (term for term in self._numbers(name) if not term.several)
+
+    def _add_reach(self, node: onnx.NodeProto) -> None:
+        """A logarithm is of numbers of all sizes, a remainder uses all digits of integers, and a division by
+        a large integer is of larger ones.
+        """
+        scope = self._terms.scope
+        dtype, other = scope.dtype(node.input[0]), scope.constant(graph.operand(node, 1))
+        is_whole = dtype is not None and dtype.kind in "iu"
+        is_long = is_whole and other is not None and _is_long(other)
+        for term in self._own(node.input[0]):
+            uses_digits = is_whole and node.op_type == "Mod" and term.scale == 1
+            is_log = node.op_type == "Log" and term.scale == 1
+            if is_log or uses_digits or is_long:
+                self.of[term.input].reach = _MAX_EXACT
 
     def _add_centers(self, node: onnx.NodeProto) -> None:
         for operand, other in ((0, 1), (1, 0)):
             value = self._terms.scope.constant(node.input[other])
             if value is not None and 0 < value.size <= _MAX_CENTERS and value.dtype.kind in "iuf":
                 center = -value.astype(np.float64) if node.op_type == "Add" else value
-                self._add_center(node.input[operand], center, self._deviation(node))
+                compared, unit = node.op_type in _COMPARES, _unit_of(value)
+                self._add_center(
+                    node.input[operand], Center(center, self._deviation(node), unit, compared)
+                )
 
-    def _add_center(self, name: str, center: Numbers, deviation: Numbers | None) -> None:
+    def _add_center(self, name: str, center: Center) -> None:
         for term in self._own(name):
-            values = (np.asarray(center, np.float64) - term.offset) / term.scale
-            spread = None if deviation is None else np.abs(deviation / term.scale)
+            values = (np.asarray(center.values, np.float64) - term.offset) / term.scale
+            spread = center.deviation
+            spread = None if spread is None else np.abs(spread / term.scale)
             if np.isfinite(values).all() and (spread is None or np.isfinite(spread).all()):
-                self.of[term.input].centers.append((values, spread))
+                uses, unit = self.of[term.input], center.unit / abs(term.scale)
+                uses.centers.append(Center(values, spread, unit, center.compared))
+                uses.reach = max(uses.reach, float(np.abs(values).max()))
 
     def _deviation(self, node: onnx.NodeProto) -> Numbers | None:
         """By what the result of ``node`` is divided at once; None if it is not."""
@@ -134,6 +217,19 @@ class UsesOfInputs:
             return None
         numbers = value.astype(np.float64)
         return numbers if reader.op_type == "Div" else np.asarray(1 / numbers)
+
+
+def _is_long(divisors: Numbers) -> bool:
+    """Whether a division by these is of large integers."""
+    return bool((np.abs(divisors) >= _LONG).any()) and not _SECONDS.issuperset(
+        map(int, divisors.ravel())
+    )
+
+
+def _unit_of(constants: Numbers) -> float:
+    """That of the last decimal digit of ``constants``, at most 1."""
+    digits = (Decimal(str(number)).as_tuple().exponent for number in constants.ravel())
+    return 10.0 ** min(*(place for place in digits if isinstance(place, int)), 0)
 
 
 _FLOATS = frozenset(
@@ -153,7 +249,9 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     if dtype.kind in "bc" or ordinary.usual is not None:
         return ordinary
     if not is_float(dtype):
-        integers = replace(ordinary, floats=uses.floats)
+        reach = max(uses.reach, _expected(uses.scale) if uses.scale < 1 else 0.0)
+        reach = 0.0 if ordinary.is_firm else reach
+        integers = replace(ordinary, floats=uses.floats, reach=reach)
         return replace(integers, far=tuple(_far_integers(facts, integers, uses)))
     if not ordinary.is_open:
         return ordinary
@@ -161,7 +259,15 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     far = [*_around(facts, ordinary, uses)]
     if sound:
         far.append(Far(centers=(0.0,), spreads=(_OF_SOUND,)))
+    elif not far and uses.scale < 1 / _SCALED:
+        far.append(Far(centers=(0.0,), spreads=(_expected(uses.scale) / DEVIATIONS,)))
     return replace(ordinary, far=tuple(far), sound=sound)
+
+
+def _expected(scale: float) -> float:
+    """The largest number that a graph multiplies by ``scale``: 1 over a power of two is for full scale."""
+    is_full = math.frexp(scale)[0] == 0.5
+    return (1 if is_full else DEVIATIONS) / scale
 
 
 def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[Far]:
@@ -176,22 +282,23 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
         return
     if highest <= ordinary.high:
         return
-    factor, offset = uses.floats or (0.0, 0.0)
-    largest = min(highest, _LARGE)
-    if factor:
-        largest = min(largest, abs(_IN_FLOATS / factor))
-    least = -largest if lowest < 0 else 0.0
+    offset = uses.floats.offset if uses.floats else 0.0
+    largest = min(highest, _LARGE / uses.gain)
+    if uses.floats:
+        # What overflows floats is no fault of integers: they are as large as the graph expects.
+        largest = min(largest, abs(_IN_FLOATS / uses.floats.factor))
+        largest = min(largest, max(_SMALL, 2 * ordinary.reach))
     if lowest < 0 and not offset:
         yield Far(-min(_SMALL, largest), min(_SMALL, largest))
     yield from _around(facts, ordinary, uses)
-    if not offset:
-        yield Far(least, largest)
+    if largest > _SMALL and not offset:
+        yield Far(-largest if lowest < 0 else 0.0, largest)
 
 
 def _beside(ordinary: Range, uses: Uses) -> Iterator[Far]:
     """The other values with which a single number is compared, and one beside them all: they decide."""
-    compared = [center for center, _ in uses.centers if center.size == 1]
-    values = dict.fromkeys(float(center.item()) for center in compared)
+    compared = [center.values for center in uses.centers if center.values.size == 1]
+    values = dict.fromkeys(float(value.item()) for value in compared)
     others = [value for value in values if value != ordinary.low][:_MAX_VALUES]
     for value in (*others, max(values, default=ordinary.low) + 1):
         yield Far(centers=(value,), spreads=(0.0,))
@@ -199,23 +306,36 @@ def _beside(ordinary: Range, uses: Uses) -> Iterator[Far]:
 
 def _around(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[Far]:
     """Values around constants outside of the ordinary range."""
-    for center, deviation in uses.centers:
-        farthest = np.abs(center).max()
-        is_far = farthest > ordinary.high and farthest < _LARGE
-        if not is_far or not _fits(facts, center.shape):
+    for center in uses.centers:
+        sizes = np.abs(center.values)
+        farthest = sizes.max()
+        if center.compared and sizes.size > 1 and not _fits(facts, center.values.shape):
+            # Each value is compared with all of them.
+            if farthest < _LARGE:
+                yield Far(centers=tuple(map(float, center.values.ravel())), spreads=(0.0,))
             continue
-        least = np.maximum(np.abs(center), 1e-3 * farthest)
+        is_far = farthest > ordinary.high and farthest < _LARGE
+        if not is_far or not _fits(facts, center.values.shape):
+            continue
+        deviation = center.deviation
         if deviation is not None and _fits(
-            facts, np.broadcast_shapes(center.shape, deviation.shape)
+            facts, np.broadcast_shapes(center.values.shape, deviation.shape)
         ):
-            yield _near(*np.broadcast_arrays(center, deviation))
-        else:
-            yield from (_near(center, part * least) for part in (_WIDE, _NARROW))
+            centers, spreads = np.broadcast_arrays(center.values, deviation)
+            yield _near(centers, spreads)
+            continue
+        least = np.maximum(sizes, 1e-3 * farthest)
+        wide = _WIDE * least
+        # A threshold is precise to its last digit, and so are the values beside it.
+        unit = center.unit if center.compared else 0.0
+        narrow = np.minimum(np.maximum(_NARROW * least, _DIGITS * unit), wide)
+        yield _near(center.values, wide)
+        yield _near(center.values, narrow, unit)
 
 
-def _near(center: Numbers, spread: Numbers) -> Far:
+def _near(center: Numbers, spread: Numbers, unit: float = 0.0) -> Far:
     centers, spreads = (tuple(map(float, array.ravel())) for array in (center, spread))
-    return Far(centers=centers, spreads=spreads, shape=center.shape)
+    return Far(centers=centers, spreads=spreads, shape=center.shape, unit=unit)
 
 
 def _fits(facts: TensorFacts, shape: Sequence[int]) -> bool:

@@ -84,6 +84,7 @@ def _bounds(
                 of_bytes = 0 < term.scale < _SCALED or term.offset < _CENTERED
                 high = _MAX_OF_BYTES if of_bytes else 1.0
                 reached[term.input].append(Bound(0, 0.0, high, "image"))
+    uses.add_outputs(value.name for value in main.output)
     return reached, uses
 
 

@@ -85,6 +85,7 @@ def handle(request: PrepareRequest) -> Prepared:
     if expected is not None and (simplified is not None or done is not None):
         _compare(simplified, result, expected, request, done, form)
     prepared = load_named(result)
+    types = {value.name: value.type for value in (*folded.value_info, *folded.output)}
     preparation = Preparation(
         request.simplifier,
         nodes_before,
@@ -99,7 +100,7 @@ def handle(request: PrepareRequest) -> Prepared:
         if expected
         else ranges_for(folded, [*map(graph.facts, graph.inputs(onnx_model.graph))], model),
         reference=outputs_path,
-        applicable=applicable(prepared),
+        applicable=applicable(prepared, types),
         unrolls=unrolls(prepared),
         quantized=static_format(prepared),
     )

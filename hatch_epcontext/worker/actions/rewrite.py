@@ -161,7 +161,7 @@ class _RewriteSession:
             before,
             preparation=preparation,
             path=str(path),
-            applicable=applicable(rewritten),
+            applicable=applicable(rewritten, value_types(rewritten, path)),
             unrolls=unrolls(rewritten),
             changed=True,
             dropped=(),

@@ -121,7 +121,8 @@ def _compare(
     subject = Subject(model, reference="the CPU's" if float_form is None else "its float form's")
     # Inputs that the app has count more than inputs that may be worse.
     if divergence and emulated and model.validate.inputs in SYNTHETIC:
-        runs = choose(emulated, is_optimistic=divergence.model.optimistic is not None)
+        is_optimistic = divergence.model.optimistic is not None
+        runs = choose(emulated, is_optimistic=is_optimistic, deciders=expected.facts.deciders)
     announce(f"running {subject.what}")
     if request.to_beat and emulated and runs:
         runs.sort(key=lambda run: emulated.of(run).margin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import onnxruntime as ort
@@ -12,8 +12,8 @@ import onnxruntime as ort
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.levels import Level, Levels
 from hatch_epcontext.worker.comparison.measures import SENSITIVE, worst_agreements
-from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun
-from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement, Nearness
+from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, Side, sides
+from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement, AgreementStatus, Nearness
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,14 @@ def compare_runs(
     not run.
     """
     result, compared, is_chosen = Comparison(), list[Agreement](), runs is not None
-    is_enough = False
+    is_enough, taken = False, set[Side]()
     if runs is None:
         runs = [run for run in reference.runs if run.on_target]
     for run in runs:
-        if is_enough and not run.far:
+        new = sides(run, reference.facts.deciders) - taken
+        if is_enough and not run.far and not new:
             continue
+        taken |= new
         result = replace(result, samples=(*result.samples, run.name))
         start = time.monotonic()
         agreeing, difference = _compare_run(session, reference, run, limits)
@@ -126,11 +128,26 @@ def _compare_run(
 ) -> tuple[list[Agreement], Difference | None]:
     """The agreements of ``session`` in the frames of ``run`` before the first difference, and that."""
     agreeing: list[Agreement] = []
-    for number, agreements in enumerate(reference.compare_run(session, run, limits)):
+    for number, agreements in enumerate(_compared(session, reference, run, limits)):
         if any(agreement.differs for agreement in agreements):
             return agreeing, Difference(tuple(agreements), run, number)
         agreeing += agreements
     return agreeing, None
+
+
+def _compared(
+    session: ort.InferenceSession, reference: Reference, run: ReferenceRun, limits: Tolerance
+) -> Iterator[list[Agreement]]:
+    """As `Reference.compare_run`; an EP may refuse values far from the ordinary, which is a difference."""
+    try:
+        yield from reference.compare_run(session, run, limits)
+    except Exception as error:
+        # ONNX Runtime raises many types.
+        if not run.far:
+            raise
+        reason = f"the EP fails ({type(error).__name__})"
+        output = next(iter(reference.facts.outputs), "")
+        yield [Agreement(output, 0.0, None, status=AgreementStatus.DIFFERS, reason=reason)]
 
 
 def _is_as_emulated(level: Level, emulated: Levels, runs: Sequence[ReferenceRun]) -> bool:

@@ -86,6 +86,9 @@ def _describe(level: Level, model: FormattedModel) -> str:
 def _flat(reference: Reference, format_: str) -> str | None:
     """An output that changes between inputs by less than the distance of ``format_``'s numbers, in words."""
     facts, usual = reference.facts, reference.usual
+    if any(range_.is_open and range_.far for range_ in facts.ranges.values()):
+        # Ordinary samples are not where such inputs have their values.
+        return None
     for name, first in reference.runs[0].outputs[0].items():
         is_any = facts.of(name).nature == "any" and not facts.of(name).is_random
         outputs = (run.outputs[0][name] for run in usual)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
-from hatch_epcontext.worker.comparison.runs import Facts, ReferenceRun, with_telling
+from hatch_epcontext.worker.comparison.runs import Facts, ReferenceRun, with_branches, with_telling
 from hatch_epcontext.worker.results import FEW_SAMPLES, NOTHING, Agreement
 
 WORTH_RUNNING = 45.0
@@ -93,10 +93,13 @@ class Levels(tuple[Level, ...]):
         return Levels(by_name.get(level.run.name, level) for level in self)
 
 
-def choose(levels: Levels, *, is_optimistic: bool) -> list[ReferenceRun]:
+def choose(
+    levels: Levels, *, is_optimistic: bool, deciders: Sequence[str] = ()
+) -> list[ReferenceRun]:
     """The first sample, and those that may differ on the target: for large models only one of them.
 
     ``is_optimistic``: whether the emulation cannot show all that the target computes less exactly.
+    ``deciders``: as in `Facts`.
     """
     every, levels = levels, levels.ordinary
     first, *others = levels
@@ -121,7 +124,8 @@ def choose(levels: Levels, *, is_optimistic: bool) -> list[ReferenceRun]:
             chosen.append(level.run)
     if is_large:
         chosen = [min(chosen, key=lambda run: levels.of(run).margin)]
-    telling = with_telling(chosen, [level.run for level in every])
+    runs = [level.run for level in every]
+    telling = with_branches(with_telling(chosen, runs), runs, deciders)
     return [
         *telling,
         *(

@@ -48,7 +48,7 @@ class Facts:
 
     ``is_lasting``: whether states decay so slowly that errors in them add up. ``float_form``: how near
     dynamic integers are to the float form, if that is the reference. ``batch``: see `Validated`.
-    ``ranges``: of the inputs, if they are random.
+    ``ranges``: of the inputs, if they are random. ``deciders``: the values that decide which branch runs.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -58,6 +58,7 @@ class Facts:
     float_form: Agreement | None = None
     batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     ranges: Mapping[str, Range] = field(default_factory=dict)
+    deciders: tuple[str, ...] = ()
 
     def of(self, output: str) -> OutputFacts:
         """What is known of ``output``."""
@@ -148,6 +149,34 @@ def with_telling(
         if not tells(output, result):
             telling = (run for run in runs if tells(output, [chosen[0], run]))
             result += itertools.islice(telling, 1)
+    return result
+
+
+Side = tuple[str, bool]
+"""A value that decides which branch runs, and whether it is true, or above 0."""
+
+
+def sides(run: ReferenceRun, deciders: Iterable[str]) -> set[Side]:
+    """The sides that the ``deciders`` have in ``run``."""
+    frames = [{**feeds, **inner} for feeds, (_, inner) in zip(run.frames, run.results, strict=True)]
+    return {
+        (name, bool((np.asarray(values[name]) > 0).any()))
+        for name in deciders
+        for values in frames
+        if name in values
+    }
+
+
+def with_branches(
+    chosen: Sequence[ReferenceRun], runs: Sequence[ReferenceRun], deciders: Sequence[str]
+) -> list[ReferenceRun]:
+    """``chosen``; and for each branch that these do not take, one of ``runs`` that takes it."""
+    result = [*chosen]
+    taken = {side for run in result for side in sides(run, deciders)}
+    for other in sorted(runs, key=lambda other: not other.usual) if deciders else ():
+        if new := sides(other, deciders) - taken:
+            result.append(other)
+            taken |= new
     return result
 
 

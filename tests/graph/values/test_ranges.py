@@ -9,7 +9,7 @@ import pytest
 from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.facts import Range
+from hatch_epcontext.graph.facts import InFloats, Range
 from hatch_epcontext.graph.values.ranges import input_ranges
 from tests.models import parsed
 
@@ -30,7 +30,7 @@ def ranges_of(model: onnx.ModelProto) -> dict[str, Range]:
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
     found = input_ranges(graph.inferred(model), inputs)
     return {
-        name: replace(each, far=(), floats=None, loose=False, sound=False)
+        name: replace(each, far=(), floats=None, loose=False, sound=False, reach=0.0)
         for name, each in found.items()
     }
 
@@ -273,13 +273,30 @@ def spans(range_: Range) -> list[tuple[float, float]]:
     [
         (
             "(int64[4] x) => (int64[4] y) { y = Add (x, x) }",
-            [(-1000, 1000), (1 - 2**31, 2**31 - 1)],
+            [(-1000, 1000), (0.5 - 2**30, 2**30 - 0.5)],
         ),
-        ("(uint32[4] x) => (uint32[4] y) { y = Add (x, x) }", [(0, 2**31 - 1)]),
+        ("(uint32[4] x) => (uint32[4] y) { y = Abs (x) }", [(0, 2**31 - 1)]),
         ("(uint8[4] x) => (uint8[4] y) { y = Identity (x) }", []),
         (
             "(int32[4] x) => (float[4] y) { y = Cast <to = 1> (x) }",
+            [(-1000, 1000)],
+        ),
+        # The graph expects larger ones: thousands of thousandths, and of any size.
+        (
+            """(int32[4] x) => (float[4] y) <float k = {0.001}>
+            { c = Cast <to = 1> (x) d = Mul (c, k) y = Exp (d) }""",
+            [(-1000, 1000), (-16000, 16000)],
+        ),
+        (
+            "(int32[4] x) => (float[4] y) { c = Cast <to = 1> (x) y = Log (c) }",
             [(-1000, 1000), (-65504, 65504)],
+        ),
+        # Words of a table.
+        ("(int32[2] x) => (float[2, 9] y) { y = Gather (w, x) }", []),
+        # Categories.
+        (
+            "(int64[1] x) => (bool[3] y) <int64[3] k = {11, 7, 900}> { y = Equal (x, k) }",
+            [(-1000, 1000), (11, 0), (1 - 2**31, 2**31 - 1)],
         ),
         # Unix time: all around the constant.
         (
@@ -301,8 +318,8 @@ def spans(range_: Range) -> list[tuple[float, float]]:
             [(300, 37.5), (300, 0.3)],
         ),
         (
-            "(float[3] x) => (bool[3] y) <float k = {-40}> { y = Less (x, k) }",
-            [(-40, 5), (-40, 0.04)],
+            "(float[3] x) => (bool[3] y) <float k = {-37.5}> { y = Less (x, k) }",
+            [(-37.5, 4.6875), (-37.5, 0.5)],
         ),
         ("(float[3] x) => (float[3] y) <float k = {0.5}> { y = Sub (x, k) }", []),
         # A mean and a deviation, as of a table's column.
@@ -316,12 +333,22 @@ def spans(range_: Range) -> list[tuple[float, float]]:
             [(0, 8000)],
         ),
         ("(float[1, 400] x) => (float[] y) { y = MatMul (x, w) }", []),
+        (
+            "(float[3] x) => (float[3] y) <float k = {0.0001}> { d = Mul (x, k) y = Exp (d) }",
+            [(0, 10000)],
+        ),
+        # The full scale of integers of 16 bits.
+        (
+            "(float[3] x) => (float[3] y) <float k = {32768}> { d = Div (x, k) y = Exp (d) }",
+            [(0, 4096)],
+        ),
     ],
 )
 def test_values_far_from_the_ordinary_follow_from_the_type_and_the_graph(
     text: str, expected: list[tuple[float, float]]
 ) -> None:
     stored = {"w": np.ones((2, 1, 9), np.float32)} if "w)" in text else {}
+    stored |= {"w": np.ones((5, 9), np.float32)} if "Gather (w" in text else {}
     found = spans(all_of(text, **stored)["x"])
     assert len(found) == len(expected)
     np.testing.assert_allclose(found, np.reshape(expected, (-1, 2)) if expected else found)
@@ -337,7 +364,28 @@ def test_only_other_integers_than_known_ones_are_left_open() -> None:
 def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
     text = """(int64[4] x) => (float[4] y) <int64 k = {100}, int64 two = {2}>
         { d = Sub (x, k) e = Mul (d, two) y = Cast <to = 1> (e) }"""
-    assert all_of(text)["x"].floats == (2, -200)
+    assert all_of(text)["x"].floats == InFloats(2, -200)
     # A difference of two inputs may be small, however large they are.
     text = "(int64[4] x, int64[4] z) => (float[4] y) { d = Sub (x, z) y = Cast <to = 1> (d) }"
-    assert all_of(text)["x"].floats is None
+    assert all_of(text)["x"].floats == InFloats(2, 0, several=True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reach"),
+    [
+        ("y = Add (x, x)", 0),
+        ("y = Mod (x, k)", 2**53),
+        ("y = ReduceMax (x)", 2**53),
+        # Of milliseconds and of seconds since 1970.
+        ("d = Div (x, ms) y = Mod (d, k)", 2**53),
+        ("d = Div (x, hour) y = Mod (d, k)", 8 * 3600),
+        ("d = Sub (x, hour) y = Abs (d)", 3600),
+        ("y = Equal (x, id)", 10**10),
+        ("c = Cast <to = 1> (x) y = Mul (c, micro)", 8e6),
+        ("c = Cast <to = 1> (x) y = Exp (c)", 0),
+    ],
+)
+def test_constants_show_how_large_values_are(nodes: str, reach: float) -> None:
+    text = f"""(int64[4] x) => (y) <int64 k = {{24}}, int64 hour = {{3600}}, int64 ms = {{86400000}},
+        int64 id = {{10000000000}}, float micro = {{0.000001}}> {{ {nodes} }}"""
+    assert all_of(text)["x"].reach == pytest.approx(reach, rel=1e-4)

@@ -1,0 +1,59 @@
+"""What a graph computes for some inputs only: branches of an If, and the iterations of a Loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.scope import Scope
+
+
+@dataclass(frozen=True)
+class Branching:
+    """An If or a Loop, in words, and the ``condition`` of that or the number of iterations of this.
+
+    ``condition`` is empty if it is computed inside another node. ``outputs``: those of the graph that depend
+    on it.
+    """
+
+    node: str
+    condition: str
+    is_loop: bool
+    outputs: frozenset[str]
+
+    def untaken(self, sides: frozenset[bool]) -> str | None:
+        """Which part no sample has run, if conditions were on these ``sides`` only."""
+        missing = frozenset((True, False)) - sides
+        if self.is_loop:
+            return f"no sample runs the body of the {self.node}" if True in missing else None
+        if len(missing) == 2:
+            return f"the branches that samples take in the {self.node} are unknown"
+        branch = "then" if True in missing else "else"
+        return f"no sample takes the branch {branch!r} of the {self.node}" if missing else None
+
+
+def branchings(main: onnx.GraphProto, kept: onnx.GraphProto) -> Iterator[Branching]:
+    """Yield those of ``main`` that values of inputs decide, and that ``kept``, its simplified form, has."""
+    names = {node.name for node in graph.nodes(kept) if node.op_type in ("If", "Loop")}
+    if not names:
+        return
+    scope = Scope(main)
+    own = {value.name for value in graph.inputs(main)} | scope.makers.keys()
+    needed = {value.name: {*scope.needed_nodes([value.name])} for value in main.output}
+    for index, outer in enumerate(main.node):
+        for node in (
+            outer,
+            *(inner for body in graph.inner_graphs(outer) for inner in graph.nodes(body)),
+        ):
+            condition = graph.operand(node, 0)
+            if node.op_type not in ("If", "Loop") or node.name not in names or not condition:
+                continue
+            if condition in own and not scope.varies([condition]):
+                continue
+            outputs = frozenset(name for name, indices in needed.items() if index in indices)
+            is_known = condition in own
+            what = f"{node.op_type} {node.name!r}"
+            yield Branching(what, condition if is_known else "", node.op_type == "Loop", outputs)
