@@ -87,7 +87,8 @@ def genai_folder(
     for (variant, *_), _ in candidates:
         root, is_source = variant.package.root, variant.target == loader.SOURCE
         # In an editable install the source is the project's own.
-        folder = root / variant.folder if is_source else root / name
+        is_plain = variant.about.get("product") == loader.SOURCE
+        folder = root / variant.folder if is_plain else root / name
         if variant.problem is None and not (folder / _CONFIG).is_file():
             raise loader.LoadError(f"{name!r} is no language model of {root}")
         try:
@@ -117,16 +118,24 @@ def _register_ep(opener: Any, overlay: dict[str, Any]) -> None:
         opener._add_devices(opener.ort.SessionOptions(), {})  # noqa: SLF001
         library = opener.find_devices()[0].ep_metadata.get("library_path", "")
         genai = importlib.import_module("onnxruntime_genai")
+        for name, _ in _eps(overlay):
+            is_available = getattr(genai, f"is_{name.lower()}_available", None)
+            if is_available is not None and not is_available():
+                raise ImportError(f"the installed onnxruntime-genai does not contain {name}")
         try:
-            if library:
+            if library and variant.plugin:
                 name = variant.plugin["registration_name"]
                 genai.register_execution_provider_library(name, library)
         except Exception as error:
             # It is there from an earlier call, or from the app.
             if "already registered" not in str(error):
                 raise
+    for _, options in _eps(overlay):
+        options.update(opener._provider_options())  # noqa: SLF001
+
+
+def _eps(overlay: dict[str, Any]) -> list[tuple[str, dict[str, str]]]:
+    """The EPs of the decoder, or of all stages of the pipeline, in ``overlay``."""
     decoder = overlay["model"]["decoder"]
     stages = [stage for entry in decoder.get("pipeline", ()) for stage in entry.values()]
-    for part in stages or [decoder]:
-        for _, options in _options(part):
-            options.update(opener._provider_options())  # noqa: SLF001
+    return [ep for part in stages or [decoder] for ep in _options(part)]

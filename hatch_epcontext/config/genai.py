@@ -20,7 +20,7 @@ from hatch_epcontext.config.genai_config import (
 )
 from hatch_epcontext.config.genai_tokenizer import choose_filler
 from hatch_epcontext.config.settings import Model, ShapeSet
-from hatch_epcontext.config.tables import FallbackTable, ModelTable, TargetTable
+from hatch_epcontext.config.tables import ModelTable, TargetTable
 from hatch_epcontext.config.targets import NamedTarget
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, Setting
 from hatch_epcontext.files import is_lfs_pointer, is_portable, is_regular, unreadable
@@ -29,7 +29,7 @@ from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.shipped import CPU_EP, SOURCE
 from hatch_epcontext.text import count, listing, show, toml_key
 
-_REFUSED = ("dims", "shapes", "constants", "cut", "fallback", "share_weights")
+_REFUSED = ("dims", "shapes", "constants", "cut", "share_weights")
 """Keys of a model that the folder decides."""
 
 _TEXT_TYPES = frozenset(
@@ -60,7 +60,7 @@ def read_folder(
     ``targets``: those of the configuration, by name.
     """
     for name in _REFUSED:
-        if getattr(table, name) and not isinstance(getattr(table, name), FallbackTable):
+        if getattr(table, name):
             message = "is for a single model, and this one is a folder of onnxruntime-genai."
             yield Problem.at(key / toml_key(name), Kind.NOT_APPLICABLE, message, "Remove it.")
     files, config, changed = _files(folder), None, dict[str, Any]()
@@ -290,7 +290,11 @@ def check_targets(model: Model) -> Iterator[Problem]:
     """What the targets of a language model contradict: it is one folder, whose stages share weights."""
     if model.genai is None:
         return
-    if any(target.companion != model.companion for target in model.compiled_targets):
+    needed = model.compiled_targets + model.plain_targets
+    where = {target.companion for target in needed}
+    if model.fallback != "none" or not where:
+        where.add(model.companion)
+    if len(where) > 1:
         message = "is one folder, and all its targets have to be in the wheel with the folder."
         hint = "Name one companion in them and in fallback = { companion = ... }, or none."
         yield Problem.at(model.key, Kind.INVALID_COMPANION, message, hint)
@@ -374,7 +378,7 @@ def _changed(
             unfit.append(name)
         elif provider.profiles:
             needed["profiles"] = (config.profile(table.context_length or config.context_length),)
-        elif provider.genai_name:
+        elif not provider.genai_plain:
             needed["static_shapes"] = True
         changes[name] = dataclasses.replace(change or TargetTable(), **needed)
     if unfit:
@@ -391,8 +395,10 @@ def _changed(
 
 def _runs(provider: Provider, config: GenaiConfig) -> bool:
     """Whether onnxruntime-genai runs the folder on the CPU, or what is compiled of it for ``provider``."""
-    is_compiled = provider.genai_name and not (provider.profiles and config.cached)
-    return bool(is_compiled) or provider.ep == CPU_EP
+    # The sizes of a pipeline are those of an NPU.
+    not_for_npus = provider.profiles or (provider.genai_plain and provider.ep != CPU_EP)
+    is_known = bool(provider.genai_name) or provider.ep == CPU_EP
+    return is_known and not (not_for_npus and config.cached)
 
 
 def _files(folder: Path) -> list[str]:

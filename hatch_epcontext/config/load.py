@@ -204,7 +204,7 @@ def _config(
     return Config(
         root=root,
         # A model without any selected target may still be shipped as its source.
-        models=tuple(model for model in models if model.targets or model.fallback != "none"),
+        models=tuple(m for m in models if m.targets or m.genai or m.fallback != "none"),
         output=PurePosixPath(table.output) if table.output is not None else None,
         editable=environment.editable or table.editable,
         build=BuildSettings(

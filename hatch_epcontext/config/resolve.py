@@ -180,7 +180,7 @@ class Resolver:
             # What others lack is no fault of this build.
             selected = {n: t if self._is_selected(n) else None for n, t in self._targets.items()}
             path, table, genai = yield from read_folder(key, table, path, selected)
-            fallback = fallback if isinstance(fallback, FallbackTable) else "source"
+            fallback = "source" if fallback == "auto" else fallback
         else:
             yield from self._check_single(key, table, path)
         validate = yield from self._validate(key / "validate", table.validate)

@@ -244,6 +244,10 @@ class Model:
         dims = {} if fed and not self.static_shapes else self.dims
         return dataclasses.replace(self, dims=dims, shapes={**fed, **self.shapes})
 
+    def is_in(self, companion: str | None) -> bool:
+        """Whether one of its targets is in the wheel ``companion``."""
+        return any(target.companion == companion for target in self.targets)
+
     @property
     def configured_name(self) -> str:
         """The name in the configuration, which all shapes of the model share."""
@@ -263,10 +267,23 @@ class Model:
     def compiled_targets(self) -> tuple[Target, ...]:
         """Those of its targets for which something is compiled.
 
-        onnxruntime-genai optimizes what it opens, and needs no optimized graph.
+        Some EPs run the folder of a language model itself.
         """
-        left = "optimized" if self.genai else ""
-        return tuple(target for target in self.targets if target.provider.product != left)
+        return tuple(t for t in self.targets if not (self.genai and t.provider.genai_plain))
+
+    @property
+    def plain_targets(self) -> tuple[Target, ...]:
+        """Those of its targets whose EP runs the folder itself, but for the CPU."""
+        is_whole = self.genai is not None and not self.is_stage
+        plain = (t for t in self.targets if t.provider.genai_plain and t.provider.genai_name)
+        return tuple(plain) if is_whole else ()
+
+    @property
+    def ships_weights(self) -> bool:
+        """Whether the whole folder of a language model is shipped: contexts alone need no weights."""
+        if self.genai is None or self.genai.config.cached:
+            return True
+        return self.fallback != "none" or bool(self.plain_targets)
 
     @property
     def is_changed(self) -> bool:
@@ -343,15 +360,27 @@ class Config:
     def of_wheel(self, companion: str | None = None) -> Config:
         """The configuration for what is in the app's own wheel, or in the wheel ``companion``."""
         models = []
+        # Contexts of a language model need files of its folder.
+        folders = {m.configured_name for m in self.models if m.is_stage and m.is_in(companion)}
         for model in self.models:
             targets = tuple(t for t in model.targets if t.companion == companion)
             fallback: Fallback = model.fallback if companion is None else "none"
             if model.companion is not None:
                 fallback = "source" if model.companion == companion else "none"
-            if companion is None or targets or fallback != "none":
+            if companion is None or targets or fallback != "none" or model.name in folders:
                 models.append(dataclasses.replace(model, targets=targets, fallback=fallback))
         wheel = self.wheel if companion is None else dataclasses.replace(self.wheel, tag="auto")
         return dataclasses.replace(self, models=tuple(models), wheel=wheel)
+
+    @property
+    def compiled_targets(self) -> tuple[Target, ...]:
+        """Those of `targets` that are compiled, and the CPU: a build needs their packages."""
+        return tuple(
+            target
+            for model in self.models
+            for target in model.targets
+            if target not in model.plain_targets
+        )
 
     @property
     def targets(self) -> tuple[Target, ...]:

@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hatch_epcontext.config.genai_config import GENAI_CONFIG
-from hatch_epcontext.config.settings import Model
+from hatch_epcontext.config.genai_config import GENAI_CONFIG, Genai
+from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy, symlink_or_copy
 from hatch_epcontext.jobs.artifact import Built, Source
@@ -35,20 +35,36 @@ _MAX_SIMULATED = 200 * 10**6
 _PACKAGE = "onnxruntime-genai"
 
 
+def plain_overlay(model: Model, target: Target) -> dict[str, Any]:
+    """What genai needs to run the folder of ``model`` itself on the EP of ``target``."""
+    assert model.genai is not None, "only a language model has an overlay"
+    options = {"provider_options": [_provider_options(model.genai, target)]}
+    overlay = model.genai.plain_overlay
+    overlay["model"]["decoder"] = {"session_options": options}
+    return overlay
+
+
+def _provider_options(genai: Genai, target: Target) -> dict[str, dict[str, str]]:
+    """The EP of ``target`` by genai's name, with the options of the folder and of the target."""
+    name = target.provider.genai_name
+    # The module for apps knows the folders of the others.
+    own = {key: value for key, value in target.load_options.items() if "{" not in value}
+    folders = {n.lower(): options for n, options in genai.config.providers.items()}
+    return {name: {**folders.get(name.lower(), {}), **own}}
+
+
 def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str, Any]:
     """What genai needs to run the ``results`` of one target: one model, or the stages of a pipeline."""
     job = results[0].job
     model, target = job.models[0], job.target
     assert model.genai is not None, "only a language model has an overlay"
-    config, name = model.genai.config, target.provider.genai_name
-    # The module for apps knows the folders of the others.
-    own = {key: value for key, value in target.load_options.items() if "{" not in value}
+    config = model.genai.config
     shared = {"ep.share_ep_contexts": "1"} if job.group is not None else {}
     session = {
         **target.settings.session_options,
         **shared,
         "session.disable_model_compile": "1",
-        "provider_options": [{name: {**config.providers.get(name, {}), **own}}],
+        "provider_options": [_provider_options(model.genai, target)],
     }
     files = {
         context.model.removeprefix(f"{model.configured_name}."): (
@@ -97,11 +113,12 @@ def open_folders(build: Build, *, only_known: bool) -> Iterator[str]:
         if only_known or model.validate.mode not in ("auto", "require"):
             continue
         files = {name: file.sha256 for name, file in source.records.items()}
-        key = value_sha256(["open", FORMAT, genai.plain_overlay, files])
+        key = value_sha256(["open", FORMAT, genai.plain_overlay, files, model.fallback])
         if build.cache.get("facts", key, bool):
             continue
         folder, scratch = str(model.path.parent), build.scratch("open")
-        request = OpenFolderRequest(folder, tuple(files), genai, model.key)
+        runs = model.fallback != "none"
+        request = OpenFolderRequest(folder, tuple(files), genai, model.key, runs)
         if build.workers.call(request, scratch, location=f"{model.name}: opening"):
             build.cache.put("facts", key, True)
         else:

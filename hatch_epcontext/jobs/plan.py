@@ -168,7 +168,7 @@ class Plan:
     @property
     def local_targets(self) -> tuple[Target, ...]:
         """The targets that this machine compiles for, instead of the workers of a cluster."""
-        return self.config.targets if self.config.build.scheduler is None else ()
+        return self.config.compiled_targets if self.config.build.scheduler is None else ()
 
 
 def plan(config: Config) -> Plan:
@@ -183,7 +183,7 @@ def _requirements(config: Config) -> tuple[str, ...]:
     if config.build.scheduler is not None:
         return FARM
     opens = any(m.genai and m.validate.mode in ("auto", "require") for m in config.models)
-    return (*requirements(config.targets), *(genai_requirements() if opens else ()))
+    return (*requirements(config.compiled_targets), *(genai_requirements() if opens else ()))
 
 
 def jobs_of(config: Config) -> tuple[Job, ...]:

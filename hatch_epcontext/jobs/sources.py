@@ -137,7 +137,8 @@ def read_sources(
         # Imported here: a build that has its models in the cache makes no requests.
         from hatch_epcontext.worker.requests import CheckRequest
 
-        reply = workers.call(CheckRequest(unknown), scratch, location="reading the models")
+        checked = tuple(replace(model, targets=model.compiled_targets) for model in unknown)
+        reply = workers.call(CheckRequest(checked), scratch, location="reading the models")
         for model in unknown:
             # The facts must be those of the contents that were hashed.
             index.sha256(model.path, again=True)
@@ -264,7 +265,7 @@ def _key(model: Model, index: Index) -> str:
             (target.settings.compile_with, to_plain(target.profiles)),
             None if target.from_cache else target.min_coverage,
         )
-        for target in model.targets
+        for target in model.compiled_targets
         if target.profiles or target.provider.static_shapes or target.provider.product == "context"
     ]
     inputs = inputs_digest(model.validate.inputs, index)

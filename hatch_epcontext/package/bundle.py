@@ -15,7 +15,7 @@ from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import PACKAGE, Built, Result, Source
 from hatch_epcontext.jobs.cache.build import changed_error
-from hatch_epcontext.jobs.genai import overlay
+from hatch_epcontext.jobs.genai import overlay, plain_overlay
 from hatch_epcontext.jobs.plan import ships_source
 from hatch_epcontext.package import manifest
 from hatch_epcontext.shipped import OPTION_FILES, SOURCE
@@ -85,8 +85,14 @@ def _bundle(
         # What the build, or a download, has written; of a language model the contexts are inside.
         only_here = model.origin or model.download or (model.genai and result.built)
         if _ships_source(model, result) if installed is None else only_here:
-            paths[model.name] = f"{shipped}/{model.path.name}"
-            files |= _copy_source(source, folder, shipped)
+            records = source.records
+            if model.ships_weights:
+                paths[model.name] = f"{shipped}/{model.path.name}"
+            else:
+                # The other files of a language model.
+                weights = {model.path.name, *source.facts.external_data}
+                records = {name: records[name] for name in records if name not in weights}
+            files |= _copy_source(source, folder, shipped, records)
         elif installed is not None:
             paths[model.name] = Path(os.path.relpath(model.path, installed)).as_posix()
     files |= _write_overlays(result, folder)
@@ -111,7 +117,12 @@ def _write_overlays(result: Result, folder: Path) -> dict[str, FileRecord]:
     overlays = {
         f"{name}/{SOURCE}": source.model.genai.plain_overlay
         for name, source in sources.items()
-        if source.model.genai and not source.model.is_stage
+        if source.model.genai and not source.model.is_stage and source.model.fallback != "none"
+    }
+    overlays |= {
+        f"{name}/{target.name}": plain_overlay(source.model, target)
+        for name, source in sources.items()
+        for target in source.model.plain_targets
     }
     # All stages for a target have one.
     by_target: dict[str, list[Built]] = {}
@@ -147,10 +158,12 @@ def _copy_option_files(result: Result, folder: Path) -> dict[str, FileRecord]:
     return files
 
 
-def _copy_source(source: Source, folder: Path, shipped: str) -> dict[str, FileRecord]:
-    """Put the source's files into ``shipped`` of the package in ``folder``; returns their records."""
+def _copy_source(
+    source: Source, folder: Path, shipped: str, records: Mapping[str, FileRecord]
+) -> dict[str, FileRecord]:
+    """Put the source's files with ``records`` into ``shipped`` of the package; returns the records there."""
     files = {}
-    for name, recorded in source.records.items():
+    for name, recorded in records.items():
         target = folder / shipped / name
         if not target.exists():
             # Other models may have the same files.
@@ -167,6 +180,9 @@ def _ships_source(model: Model, result: Result) -> bool:
         for member in built.job.models
         if member.configured_name == model.configured_name
     )
+    if model.genai is not None and (model.plain_targets or any(targets)):
+        # Its targets need the folder, if not the weights in it.
+        return True
     return ships_source(model, targets)
 
 

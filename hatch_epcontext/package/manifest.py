@@ -240,10 +240,11 @@ def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dic
         for member in result.job.models
         if member.name in names
     }
-    variants = {name: compiled[name] for name in order if name in compiled}
-    if file is not None:
-        folder, _, name = file.rpartition("/")
-        about = {"inputs": facts.own_inputs, "outputs": facts.own_outputs, "product": SOURCE}
+    folder, _, name = (file or "").rpartition("/")
+    about = {"inputs": facts.own_inputs, "outputs": facts.own_outputs, "product": SOURCE}
+    compiled |= {t.name: _plain_variant(t, folder, name, about) for t in model.plain_targets}
+    variants = {target: compiled[target] for target in order if target in compiled}
+    if file is not None and not (model.genai is not None and model.fallback == "none"):
         variants[SOURCE] = Variant(
             variant_directory=folder,
             ep=CPU_EP,
@@ -251,6 +252,21 @@ def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dic
             additional_metadata={METADATA: to_plain(about)},
         )
     return variants
+
+
+def _plain_variant(target: Target, folder: str, file: str, about: Mapping[str, Any]) -> Variant:
+    """The model of a language model's folder, which the EP of ``target`` runs as it is."""
+    plugin, settings = target.provider.plugin, target.settings
+    plain = {**about, "settings": {"device": settings.device}}
+    if plugin is not None:
+        plain["plugin"] = dataclasses.replace(plugin, path="")
+    return Variant(
+        variant_directory=folder,
+        ep=settings.ep,
+        device=settings.device if settings.device in ("npu", "gpu") else None,
+        executor_info={"ort": OrtInfo(model_file=file, provider_options=target.load_options)},
+        additional_metadata={METADATA: to_plain(plain)},
+    )
 
 
 def _about(

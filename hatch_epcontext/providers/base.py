@@ -284,7 +284,10 @@ class Provider:
     # In apps
 
     genai_name: str = ""
-    """The name by which onnxruntime-genai runs contexts of the EP; empty if it runs none."""
+    """The name by which onnxruntime-genai runs the EP; empty if it does not, and for the CPU's."""
+
+    genai_plain: bool = False
+    """Whether it runs the plain folder of a language model, for which nothing is compiled."""
 
     runtime_cache: str | None = None
     """The load option for the folder in which the EP caches what it compiles while it opens an

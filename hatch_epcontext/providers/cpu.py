@@ -10,6 +10,7 @@ class Cpu(Provider):
     ep = "CPUExecutionProvider"
     title = "ONNX Runtime's own CPU kernels"
     product = "optimized"
+    genai_plain = True
     computes_float16 = False
     distributions = (
         "onnxruntime",

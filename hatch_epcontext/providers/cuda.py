@@ -43,6 +43,8 @@ class Cuda(Provider):
     ep = "CUDAExecutionProvider"
     title = "NVIDIA GPUs through CUDA and cuDNN"
     product = "optimized"
+    genai_name = "cuda"
+    genai_plain = True
     distributions = ("onnxruntime-gpu",)
     devices = ("gpu",)
     open_shapes_on = ("gpu",)

@@ -20,6 +20,8 @@ class DirectML(Provider):
     ep = "DmlExecutionProvider"
     title = "GPUs and NPUs on Windows through DirectML"
     product = "optimized"
+    genai_name = "dml"
+    genai_plain = True
     distributions = ("onnxruntime-directml", "onnxruntime-windowsml")
     devices = ("gpu", "npu")
     open_shapes_on = ("gpu",)

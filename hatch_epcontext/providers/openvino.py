@@ -54,6 +54,8 @@ class OpenVINO(Provider):
     ep = "OpenVINOExecutionProvider"
     title = "Intel CPUs, GPUs and NPUs through OpenVINO"
     product = "context"
+    genai_name = "OpenVINO"
+    genai_plain = True
     limits = Limits()
     distributions = ("onnxruntime", "onnxruntime-gpu")
     devices = ("cpu", "gpu", "npu")

@@ -217,12 +217,14 @@ class OpenFolderRequest(WorkerRequest[bool], action="open_folder"):
     """Read the ``files`` of ``folder``, that of the language model ``genai``, and let it answer on the CPU.
 
     The reply: whether onnxruntime-genai is installed, which does that. ``key``: that of the folder.
+    ``runs``: whether it has to answer, or only its tokenizer is read.
     """
 
     folder: str
     files: tuple[str, ...]
     genai: Genai
     key: Key
+    runs: bool
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def test_keys_that_contradict_the_folder_are_problems(project: Path, folder: Pat
     (folder / "cpu" / "notes.txt").touch()
     toml = """
         models = [{ path = "models/llama", context-length = 257, dims = { batch_size = 1 } }]
-        targets.cuda = { provider = "openvino" }
+        targets.cuda = { provider = "tensorrt" }
     """
     found = problems(project, toml + CPU)
     assert {place: problem.kind for place, problem in found.items()} == {
@@ -422,14 +422,14 @@ def test_each_target_with_fixed_sizes_is_for_one_chip(project: Path, folder: Pat
     assert read(project, LLAMA + several).models
 
 
-@pytest.mark.parametrize("provider", ["cuda", "directml", "openvino", "tensorrt", "vitisai"])
+@pytest.mark.parametrize("provider", ["tensorrt", "vitisai"])
 def test_a_target_that_onnxruntime_genai_does_not_run_is_left_out_for_a_folder(
     project: Path, folder: Path, provider: str
 ) -> None:
     target = f'targets.other.provider = "{provider}"\n'
     (problem,) = problems(project, LLAMA + CPU + target).values()
     assert problem.message.startswith("names other, and a folder of onnxruntime-genai")
-    assert problem.hint == "Providers that can: cpu, qnn, tensorrt-rtx."
+    assert problem.hint == "Providers that can: cpu, cuda, directml, openvino, qnn, tensorrt-rtx."
     (setting,) = problem.settings
     model = LLAMA.replace(
         " }", f", {toml_key(str(setting.key.parts[-1]))} = {{ other = false }} }}"
@@ -445,3 +445,25 @@ def test_what_another_target_needs_is_not_needed_where_it_is_left_out(
     assert [problem.kind for problem in problems(project, toml).values()] == [Kind.INVALID_FOLDER]
     (model,) = read(project, toml, TARGETS="rtx").models
     assert [target.name for target in model.targets] == ["rtx"]
+
+
+@pytest.mark.parametrize("fallback", ["auto", "source", "none"])
+def test_only_none_is_another_fallback_of_a_folder(
+    project: Path, folder: Path, fallback: str
+) -> None:
+    model = LLAMA.replace(" }", f', fallback = "{fallback}" }}')
+    (plain,) = read(project, model + RTX).models
+    assert plain.fallback == ("none" if fallback == "none" else "source")
+    assert plain.ships_weights == (fallback != "none")
+    if fallback == "none":
+        # Contexts need the other files of the folder, in their own wheel.
+        config = read(project, model + NPU.replace(" }", ', companion = "my-app-npu" }'))
+        names = [model.name for model in config.of_wheel("my-app-npu").models]
+        assert names == ["llama.64", "llama.1", "llama"]
+
+
+def test_a_pipeline_is_not_for_gpus(project: Path, folder: Path) -> None:
+    make_pipeline(folder)
+    toml = 'models = ["models/llama"]\ntargets.gpu.provider = "cuda"\n'
+    message = "names gpu, and a pipeline of onnxruntime-genai is not compiled"
+    assert_one_problem(project, toml + NPU, "models[0].targets", message)

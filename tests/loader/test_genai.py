@@ -69,6 +69,23 @@ def test_in_an_editable_install_it_is_the_folder_of_the_project(
     assert (chosen.overlay, chosen.target) == ('{"model": {}}', "source")
 
 
+@pytest.mark.parametrize(("fallback", "is_opened"), [("source", True), ("none", False)])
+def test_only_a_fallback_is_taken_where_no_device_is(
+    project: Path, tmp_path: Path, fallback: str, is_opened: bool
+) -> None:
+    make_folder(project / "models" / "llama")
+    toml = f"""
+        models = [{{ path = "models/llama", fallback = "{fallback}" }}]
+        targets.gpu.provider = "cuda"
+    """
+    package = bundle(compiled(configured(project, toml), tmp_path / "a"), tmp_path, {}).folder
+    if is_opened:
+        assert _genai.genai_folder("llama", package=package).target == "source"
+    else:
+        with pytest.raises(loader.LoadError, match=r"\n  gpu: skipped, .*CUDAExecutionProvider"):
+            _genai.genai_folder("llama", package=package)
+
+
 @needs("onnxruntime_genai")
 def test_a_model_of_one_file_gets_the_ep_of_its_target(package: Path) -> None:
     import onnxruntime_genai

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.package.bundle import bundle, modules
 from tests.language_models import make_folder
 from tests.package.conftest import opened
@@ -65,3 +66,38 @@ def test_two_models_of_one_folder_have_one_each(project: Path, tmp_path: Path) -
     config = configured(project, toml)
     bundled = bundle(compiled(config, tmp_path / "a"), tmp_path, modules(None, config.models))
     assert {name.replace("llama/", "short/") for name in FOLDER} | FOLDER <= recorded(bundled)
+
+
+def test_an_ep_that_runs_the_folder_itself_gets_an_overlay(project: Path, tmp_path: Path) -> None:
+    options = {"provider_options": [{"CUDA": {"enable_cuda_graph": "0"}}]}
+    make_folder(project / "models" / "llama", decoder={"session_options": options})
+    toml = """
+        models = [{ path = "models/llama", context-length = 128, fallback = "none" }]
+        targets.cuda = { provider = "cuda", provider-options.use_tf32 = false }
+        targets.cpu.provider = "cpu"
+    """
+    config = configured(project, toml)
+    assert not any("onnxruntime-gpu" in text for text in plan(config).requirements)
+    assert plan(config).jobs == ()
+    bundled = bundle(compiled(config, tmp_path / "a"), tmp_path, {})
+    assert recorded(bundled) == FOLDER | {"llama/cuda/overlay.json"}
+    overlay = json.loads((bundled.folder / "llama/cuda/overlay.json").read_text())
+    session = overlay["model"]["decoder"]["session_options"]
+    assert session == {"provider_options": [{"cuda": {"enable_cuda_graph": "0", "use_tf32": "0"}}]}
+    assert overlay["search"] == {"max_length": 128}
+    variants = opened(bundled.folder).components["llama"].variants
+    assert {name: (v.ep, v.model_file) for name, v in variants.items()} == {
+        "cuda": ("CUDAExecutionProvider", "llama/model.onnx")
+    }
+
+
+def test_without_a_fallback_the_weights_are_in_contexts_alone(
+    project: Path, tmp_path: Path
+) -> None:
+    make_folder(project / "models" / "llama")
+    toml = TOML.replace(" }", ', fallback = "none" }', 1)
+    bundled = bundle(compiled(configured(project, toml), tmp_path / "a"), tmp_path, {})
+    assert FOLDER - recorded(bundled) == {"llama/model.onnx"}
+    assert "llama/rtx/overlay.json" in recorded(bundled)
+    assert "llama/source/overlay.json" not in recorded(bundled)
+    assert list(opened(bundled.folder).components["llama"].variants) == ["rtx"]

@@ -14,6 +14,8 @@ from hatch_epcontext.worker.requests import OpenFolderRequest
 
 _TEXT = "Hello, world"
 
+_NO_FALLBACK = ' If it is for a GPU only, set fallback = "none".'
+
 
 def handle(request: OpenFolderRequest) -> bool:
     """See the request; raises ModelError with the name of the file that is not what it says."""
@@ -41,15 +43,18 @@ def handle(request: OpenFolderRequest) -> bool:
         raise _error(
             request, f"its tokenizer has the token {max(tokens)}, and vocab_size is {size}."
         )
+    if not request.runs:
+        return True
     try:
         answer_on_cpu(genai, request.folder, request.genai, tokens)
     except RuntimeError as error:
-        raise _error(
-            request, f"onnxruntime-genai cannot answer with it on the CPU: {error}"
-        ) from error
+        message = f"onnxruntime-genai cannot answer with it on the CPU: {error}"
+        raise _error(request, message, _NO_FALLBACK) from error
     return True
 
 
-def _error(request: OpenFolderRequest, message: str) -> ModelError:
-    hint = "Fetch the folder again, or write it again with onnxruntime-genai's model builder."
+def _error(request: OpenFolderRequest, message: str, more: str = "") -> ModelError:
+    hint = (
+        f"Fetch the folder again, or write it again with onnxruntime-genai's model builder.{more}"
+    )
     return ModelError(Problem.at(request.key / "path", Kind.INVALID_FOLDER, message, hint))
