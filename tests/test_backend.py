@@ -20,6 +20,7 @@ from pyproject_hooks import BuildBackendHookCaller
 
 from hatch_epcontext import backend
 from hatch_epcontext.files import replacing
+from tests.conftest import needs_qnn
 from tests.integration.conftest import environment_without, make_environment, run, tool
 from tests.models import network, save
 
@@ -185,6 +186,7 @@ def test_editable_installs_sdists_and_wheels_have_the_models(
     )
 
 
+@needs_qnn
 def test_the_targets_need_packages_too(tmp_path: Path) -> None:
     project = make_project(tmp_path, "flit_core.buildapi")
     with (project / "pyproject.toml").open("a", encoding="utf-8") as file:

@@ -23,7 +23,7 @@ from hatch_epcontext.package import wheel
 from hatch_epcontext.plugin import EpcontextBuildHook
 from hatch_epcontext.text import printable
 from tests import projects
-from tests.conftest import needs
+from tests.conftest import needs, needs_qnn
 from tests.models import network, save, save_with_data, unknown_operator
 from tests.package.conftest import opened
 
@@ -216,6 +216,7 @@ def test_a_skipped_build_says_so_and_has_no_models(
     assert "epcontext: skipped: HATCH_EPCONTEXT_SKIP is set" in capsys.readouterr().err
 
 
+@needs_qnn
 def test_an_editable_install_of_the_sources_asks_for_no_compiler(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,7 +210,9 @@ def _is_installed(name: str, module: str) -> bool:
         return False
     if spec.origin is None:
         # A folder without __init__.py may be any one, or that of several packages.
-        return module in metadata.packages_distributions()
+        # `packages_distributions` of Python 3.10 does not look at the files.
+        files = (file for owner in metadata.distributions() for file in owner.files or ())
+        return any(file.parts[0] == module for file in files)
     return not Path(spec.origin).with_name(FILE).is_file()
 
 

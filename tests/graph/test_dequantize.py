@@ -151,6 +151,7 @@ def test_a_step_of_a_recurrent_layer(tmp_path: Path, type_: QuantType) -> None:
     assert noise(source, made, on_a_grid(source)) < ROUNDING
 
 
+@newer_runtime
 @given(st.data())
 def test_integers_become_floats_where_that_computes_the_same(data: st.DataObject) -> None:
     """``us`` and ``uz`` are the scale and the zero point of other integers, ``t`` those of ``x`` turned."""

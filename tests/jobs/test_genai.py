@@ -10,6 +10,7 @@ from hatch_epcontext.errors import BuildError, Kind, UnavailableError
 from hatch_epcontext.jobs import genai
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.worker.results import Answer
+from tests.conftest import needs
 from tests.language_models import make_folder
 from tests.results import configured
 
@@ -19,6 +20,7 @@ targets.npu = { provider = "qnn", chip = "snapdragon-x-elite" }
 """
 
 
+@needs("onnxruntime_genai")
 @pytest.mark.parametrize("mode", ["auto", "require"])
 def test_what_must_be_run_is_not_skipped_without_onnxruntime_genai(
     project: Path, monkeypatch: pytest.MonkeyPatch, mode: str

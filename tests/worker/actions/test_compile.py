@@ -301,7 +301,7 @@ def test_bodies_on_the_cpu_keep_their_weights(
     ("provider", "options", "opsets"),
     [
         pytest.param("qnn", X_ELITE, {"": 7, "com.microsoft": 1}, marks=needs_qnn),
-        ("cpu", {}, {"": 13}),
+        pytest.param("cpu", {}, {"": 13}, marks=newer_runtime),
     ],
 )
 @pytest.mark.parametrize("embed", [False, True])
