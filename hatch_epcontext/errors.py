@@ -194,6 +194,7 @@ class Problem:
     ``tried``: other recipes for the job, each with its result.
     ``step``: the step of the job, unless it is compiling.
     ``causes``: other possible causes, in sentences.
+    ``nodes``: the names of the nodes of the model that the EP refuses, if nothing is compiled.
     """
 
     kind: Kind
@@ -207,6 +208,7 @@ class Problem:
     tried: tuple[str, ...] = ()
     step: str = ""
     causes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # Instead of a path or a key, a user may have given a URL with a password.

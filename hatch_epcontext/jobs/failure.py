@@ -277,5 +277,11 @@ def _as_clause(sentence: str) -> str:
 def _with_declined(node: NodeFacts, declined: Sequence[Declined]) -> NodeFacts:
     """``node``, with the reasons why rewrites leave it too."""
     own = (reason for reason in declined if (reason.node, reason.operator) == (node.name, node.op))
-    reasons = [f"{reason.rewrite} does not apply: {reason.reason}" for reason in own]
+    reasons = [
+        # Which only says why there is no rewrite.
+        reason.reason
+        if reason.rewrite == "decompose"
+        else f"{reason.rewrite} does not apply: {reason.reason}"
+        for reason in own
+    ]
     return replace(node, reason="; ".join(filter(None, (node.reason, *reasons))) or None)

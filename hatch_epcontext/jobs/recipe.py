@@ -98,7 +98,8 @@ class Stop:
     is nothing to change (``"change"``), or the EP refuses the result (``"compile"``).
 
     ``rewrites``: what was done to the models. ``is_accident``: whether another build may not meet it.
-    ``quantized``: the format of a model's static quantization.
+    ``quantized``: the format of a model's static quantization. ``nodes``: those that the EP refuses, of the
+    only model; None if that is unknown.
     """
 
     step: Literal["prepare", "change", "compile"]
@@ -107,6 +108,7 @@ class Stop:
     rewrites: tuple[str, ...] = ()
     is_accident: bool = False
     quantized: StaticFormat | None = None
+    nodes: tuple[Nodes, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no build writes, but a cache may contain."""

@@ -174,15 +174,20 @@ class Attempt:
     def refused_nodes(self) -> tuple[Nodes, ...] | None:
         """The nodes that are left to the CPU in each of the models.
 
-        None if nothing was compiled: then all may be the cause, and a change applies to all that it handles.
+        None if the EP compiled nothing and does not say which it refuses: then all may be the cause, and a
+        change applies to all that it handles.
         """
         if self.stop:
-            return None
+            return self.stop.nodes
         return tuple(tuple(sorted(node.name for node in c.uncovered)) for c in self.coverages)
 
     def recipe_with(self, kind: Literal["rewrite", "unroll"]) -> Recipe:
-        """Its recipe with one more change of what the EP leaves or refuses."""
-        return self.recipe.with_change(kind, self.refused_nodes)
+        """Its recipe with one more change of what the EP leaves or refuses.
+
+        If it has changed what the EP named, and that still compiles nothing, all may be the cause.
+        """
+        is_again = self.stop and self.recipe.changes
+        return self.recipe.with_change(kind, None if is_again else self.refused_nodes)
 
     def notes(self, validations: Mapping[str, Validated]) -> Iterator[str]:
         """Its result, for a report; ``validations``: those that count, by model."""
@@ -202,7 +207,10 @@ class Attempt:
             yield from self.dropped
             reasons = Counter((d.rewrite, d.operator, d.reason) for d in self.declined)
             for (rewrite, operator, reason), number in reasons.most_common(_MAX_REASONS):
-                yield f"{rewrite} does not apply to {number} {operator}: {reason}"
+                if rewrite == "decompose":
+                    yield f"no rewrite is for {operator}: {reason}"
+                else:
+                    yield f"{rewrite} does not apply to {number} {operator}: {reason}"
             return
         elif stop.step == "prepare":
             for problem in stop.problems:
@@ -392,6 +400,8 @@ def _with_options(form: Form, own: Sequence[Attempt]) -> Recipe | None:
 def _rewritten(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     """[Rewrites](#rewrites) of these nodes, in up to three rounds."""
     last = own[-1] if own else form.covering
+    if len(own) == 1 and last.stopped_in == "change" and form.covering.stop:
+        return form.covering.recipe.with_change("rewrite", None)
     return last.recipe_with("rewrite") if last.may_improve else None
 
 

@@ -130,10 +130,12 @@ class Steps:
                     reply = self._compile(job, recipe, prepared, folder, compiling)
             except BuildError as error:
                 changes = (name for p in preparations for name in (*p.options, *p.rewrites))
+                named = tuple(problem.nodes for problem in error.problems if problem.nodes)
                 stop = replace(
                     _stop("compile", error, recipe),
                     rewrites=tuple(dict.fromkeys(changes)),
                     quantized=next((m.quantized for m in prepared if m.quantized), None),
+                    nodes=named if len(prepared) == len(named) == 1 else None,
                 )
                 return replace(attempt, stop=stop)
         versions = self.build.versions[job.target.name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import onnx
 
@@ -24,6 +25,9 @@ from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider, missing
 from hatch_epcontext.worker.source import on_conditions
 
+DescribeRefused: TypeAlias = Callable[[], tuple[str, tuple[str, ...]]]
+"""Says in a sentence which nodes an EP refuses, and gives their names; both are empty if it is unknown."""
+
 _CHANGE = "Change the model there, or keep only the part before or after it with cut (not tried)."
 
 
@@ -32,13 +36,13 @@ def explaining(
     provider: Provider,
     graph_of: Callable[[], onnx.GraphProto],
     key: Key | None = None,
-    describe_refused: Callable[[], str] = str,
+    describe_refused: DescribeRefused = lambda: ("", ()),
 ) -> Iterator[None]:
     """Raise BuildError with an explanation instead of an error of ONNX Runtime or the EP.
 
     An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled, and
     ``key`` is its model's place in the configuration, if it has one. ``describe_refused`` says which
-    nodes the EP refuses.
+    nodes the EP refuses, in a sentence and by their names.
     """
     try:
         yield
@@ -56,7 +60,7 @@ def _explanation(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    describe_refused: Callable[[], str],
+    describe_refused: DescribeRefused,
 ) -> BuildError | None:
     """The meaning of an error of ONNX Runtime or the EP; None if it is unknown."""
     if "Unable to compile any nodes" in message:
@@ -86,7 +90,7 @@ def _of_refused_graph(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    describe_refused: Callable[[], str],
+    describe_refused: DescribeRefused,
 ) -> LibraryError | None:
     """The error of a graph that ONNX Runtime or the EP's compiler refuses, if a node is known."""
     settings: tuple[Setting, ...] = ()
@@ -96,11 +100,12 @@ def _of_refused_graph(
             # The node may be in a branch that never runs.
             hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1]
         return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
-    if nodes := describe_refused():
+    sentence, nodes = describe_refused()
+    if sentence:
         # The nodes that it leaves to the CPU may cause the failure, as by a type that they pass to the rest.
         reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
-        words = f"{provider.ep} failed: {reason}. {nodes}"
-        return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, _CHANGE))
+        words = f"{provider.ep} failed: {reason}. {sentence}"
+        return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, _CHANGE, nodes=nodes))
     return None
 
 
@@ -108,7 +113,7 @@ def nothing_compiled(
     provider: Provider,
     source: onnx.GraphProto,
     key: Key | None,
-    describe_refused: Callable[[], str],
+    describe_refused: DescribeRefused,
 ) -> RefusedError:
     message = f"{provider.ep} compiled no node of the model."
     hint = (
@@ -122,9 +127,12 @@ def nothing_compiled(
     elif control := graph.control_flow(source):
         message += f" It has {' and '.join(control)}, which few EPs compile."
         hint, settings = on_conditions(source, key) or ("Remove them from the model.", ())
-    if nodes := describe_refused():
-        message += f" {nodes}"
+    sentence, nodes = describe_refused()
+    if sentence:
+        message += f" {sentence}"
         if not settings:
             # If the EP gives reasons for its nodes, the chip is not the cause.
             hint = "Change the model at these nodes."
-    return RefusedError(Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings))
+    return RefusedError(
+        Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings, nodes=nodes)
+    )

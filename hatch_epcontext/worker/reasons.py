@@ -53,21 +53,24 @@ def with_reasons(
     )
 
 
-def describe_refused(prepared: Path, target: Target) -> str:
+def describe_refused(prepared: Path, target: Target) -> tuple[str, tuple[str, ...]]:
     """A sentence about the nodes of ``prepared`` that the EP refuses, or that have tensors which it does not
-    take, with the reasons; empty if it gives none.
+    take, with the reasons, and their names; both are empty if it gives none.
     """
     provider = target.provider
     logged = ask(prepared, target)
     if not logged:
-        return ""
+        return "", ()
     onnx_model = onnx.load(prepared, load_external_data=False)
     main, typed = onnx_model.graph, graph.inferred(onnx_model)
     names = logged.keys() | _beyond_limits(typed, provider).keys()
     # Other nodes are in no file: ONNX Runtime has inserted them since.
     refused = [NodeFacts(n.name, graph.operator(n)) for n in main.node if n.name in names]
     explanations = with_reasons(refused, logged, main, typed, provider)
-    return f"It refuses {'; '.join(describe_nodes(explanations))}." if refused else ""
+    if not refused:
+        return "", ()
+    sentence = f"It refuses {'; '.join(describe_nodes(explanations))}."
+    return sentence, tuple(sorted(node.name for node in refused))
 
 
 def ask(prepared: Path, target: Target) -> Mapping[str, str]:

@@ -412,6 +412,18 @@ def test_a_change_gets_the_nodes_that_were_refused() -> None:
     assert [change.refused for change in changes] == [(("n0", "n1", "n2"),), None]
 
 
+@pytest.mark.parametrize("outcome", [NO, NOTHING])
+def test_a_change_of_what_the_ep_names_is_one_of_all_if_that_does_not_help(
+    outcome: Outcome,
+) -> None:
+    named = replace(NO, nodes=(("n1",),))
+    ep = Ep({"plain": named, "rewrite": outcome, "rewrite rewrite": ()})
+    ep.finish(search_for())
+    refused = [[change.refused for change in attempt.changes] for attempt in ep.compiled]
+    assert refused[1] == [(("n1",),)]
+    assert None in refused[2]
+
+
 def test_what_leaves_the_least_control_flow_is_compiled_in_the_end() -> None:
     ep = Ep(
         {

@@ -65,9 +65,10 @@ def test_the_ep_is_asked_without_compiling_or_printing(
     path = save(interrupted(), tmp_path / "a.onnx")
     assert ask(path, target("qnn", X_ELITE)) == {"hardmax": "the EP does not have this operator"}
     assert "LogNodeSupport" not in "".join(capfd.readouterr())
-    refused = describe_refused(path, target("qnn", X_ELITE))
+    sentence, names = describe_refused(path, target("qnn", X_ELITE))
     assert [each.name for each in tmp_path.iterdir()] == ["a.onnx"]
-    assert refused == "It refuses Hardmax hardmax (the EP does not have this operator)."
+    assert sentence == "It refuses Hardmax hardmax (the EP does not have this operator)."
+    assert names == ("hardmax",)
 
 
 def test_an_ep_that_logs_no_reasons_is_not_asked(

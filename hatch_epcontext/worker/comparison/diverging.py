@@ -109,11 +109,16 @@ class Divergence:
         inner = self._inner(run)
         return None if inner is None else self._first_wrong(inner, min(_WRONG, inner.error / 2))
 
-    def first_infinite(self, run: ReferenceRun) -> NodeFacts | None:
-        """The first node that reads or makes values which are not finite, if the format has none."""
+    def culprit(self, run: ReferenceRun) -> NodeFacts | None:
+        """The first node of which the format loses the results for ``run``: a limit allows no such error.
+
+        Or the first one that reads or makes values which are not finite, if the format has none.
+        """
         inner = self._inner(run)
         if inner is None or not self.model.format.seen:
             return None
+        if node_facts := self._first_wrong(inner, _WRONG):
+            return node_facts
         infinite = {name for name, array in inner.exact.items() if not np.isfinite(array).all()}
         for node in self.model.computed:
             if not infinite.isdisjoint((*node.input, *node.output)):

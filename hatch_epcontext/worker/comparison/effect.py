@@ -55,12 +55,13 @@ def effect(divergence: Divergence, emulated: Levels, levels: Levels) -> Emulatio
 
 def cause_of(divergence: Divergence, level: Level, margin: float) -> tuple[str, NodeFacts | None]:
     """Why the target may differ by ``margin`` from the source for the sample of ``level``: a sentence about
-    the first diverging node, and that node.
+    the first diverging node, and `Divergence.culprit`.
     """
     model, limit = divergence.model, min(SENSITIVE, margin + GAIN)
+    culprit = divergence.culprit(level.run)
     node = divergence.first(level.run) if level.margin < limit else None
-    if node := node or divergence.first_infinite(level.run):
-        return f"The first diverging node: {describe(node)}.", node
+    if first := node or culprit:
+        return f"The first diverging node: {describe(first)}.", culprit
     text = f"{_describe(level, model)}, so the EP computes an operator wrong"
     return f"{text}: perhaps {model.optimistic}." if model.optimistic else f"{text}.", None
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.rewrites.loops import unroll_loop
-from tests.graph.rewrites.equal import reasons
+from hatch_epcontext.graph.rewrites.loops import leave_to_cpu, unroll_loop
+from tests.graph.rewrites.equal import operators, reasons, rewritten
 from tests.graph.rewrites.unrolled import assert_equal, assert_too_large, unrolled
 from tests.models import parsed
 
@@ -226,3 +226,14 @@ def test_a_loop_that_stays_keeps_its_unrolled_inside() -> None:
     result, done = unrolled(model)
     assert done.names == ("unroll_loop",)
     assert [node.op_type for node in graph.nodes(result.graph)].count("Loop") == 1
+
+
+def test_what_is_left_to_the_cpu_is_a_loop_of_one_iteration() -> None:
+    model = parsed(
+        """(float[2, 4] x) => (float[2, 2] y, int64[2, 2] i) <int64[1] two = {2}>
+        { a = Neg (x) [top] y, i = TopK (a, two) }"""
+    )
+    after = rewritten(model, leave_to_cpu, refused=["TopK"])
+    assert operators(after) == ["Neg", "Loop", "Identity", "TopK", "Reshape", "Reshape"]
+    loop = after.graph.node[1]
+    assert (loop.name, loop.op_type) == ("top", "Loop")
