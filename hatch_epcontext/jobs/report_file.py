@@ -20,6 +20,7 @@ from hatch_epcontext.jobs.report import (
     describe_coverage,
     describe_emulation,
     describe_validation,
+    describe_values,
     validation_warnings,
 )
 from hatch_epcontext.serialize import to_json
@@ -152,6 +153,7 @@ def _model(model: ModelReport, job: JobReport) -> list[_Html]:
         "nodes": [f"{prepared.nodes_before}, and {prepared.nodes} after {prepared.simplifier}"],
         "changed": [*filter(None, [prepared.precision]), *prepared.rewrites, *prepared.options],
         "synthetic inputs" if validation.synthetic else "given inputs": validation.samples,
+        "inputs": map(describe_values, validation.inputs),
         "emulated on the CPU": map(describe_emulation, filter(None, [validation.emulation])),
         "warning": validation_warnings(model.model, validation),
     }

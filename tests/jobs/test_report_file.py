@@ -24,6 +24,7 @@ from hatch_epcontext.worker.results import (
     Agreement,
     AgreementStatus,
     Coverage,
+    InputValues,
     Validation,
     ValidationStatus,
 )
@@ -154,12 +155,14 @@ def test_green_is_for_real_inputs_that_are_not_sensitive(report: Report) -> None
 
 def test_the_badge_says_where_and_when(report: Report) -> None:
     (job,) = report.jobs
-    validation = Validation(ValidationStatus.RAN, simulated=True)
+    inputs = (InputValues("user", -7, 2000, True, most=2.0**31 - 1, bits=32),)
+    validation = Validation(ValidationStatus.RAN, simulated=True, inputs=inputs)
     chip, day = "snapdragon-x-elite", "2026-11-23"
     model = dataclasses.replace(job.models[0], validation=validation, chip=chip, day=day)
     job = dataclasses.replace(job, models=(model,), versions={"onnxruntime-qnn": "2.7.0"})
     text = text_of(render_page(Report("g", (job,)), "a"))
     assert "simulator · snapdragon-x-elite · 2026-11-23 · onnxruntime-qnn 2.7.0" in text
+    assert " was compared from -7 to 2000; the EP computes integers in 32 bits" in text
 
 
 @pytest.mark.parametrize("status", ValidationStatus)

@@ -37,6 +37,7 @@ from hatch_epcontext.worker.requests import Prepared, PrepareRequest
 from hatch_epcontext.worker.results import Preparation
 from hatch_epcontext.worker.session import cpu_options, open_session
 from hatch_epcontext.worker.source import (
+    check_ranges,
     data_of,
     fix_inputs,
     ranges_for,
@@ -215,6 +216,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto
     # onnx, with which the quantizer reads the model, refuses external data with several hard links.
     copy = shutil.copyfile if request.quantize is not None or moves else link_or_copy
     external.put_data(data, source.parent, folder, copy)
+    check_ranges(onnx_model, model)
     fix_inputs(onnx_model, model)
     graph.infer_anew(onnx_model, lambda model, names: types_of_runtime(model, source, names))
     separate_outputs(onnx_model)

@@ -346,3 +346,10 @@ def test_a_suppression_of_nearly_the_same_boxes_may_select_others(tmp_path: Path
         ).preparation.nodes
         == 4
     )
+
+
+def test_a_range_for_no_input_of_the_model_is_refused(tmp_path: Path) -> None:
+    source = save_with_data(network(), tmp_path / "models" / "a.onnx")
+    settings = ValidateTable(ranges={"user": (0, 9)})
+    with pytest.raises(ModelError, match="the model has no input 'user'"):
+        run(source, tmp_path, "none", dims={"batch": 1}, validate=settings)
