@@ -30,6 +30,9 @@ _FLAT = 20.0
 """Where sigmoid and tanh are flat in float32. QNN's HTP fuses a sum with the function after it: with errors
 of 0.007, and wrong if Split follows; a Clip at this value between them prevents that."""
 
+Activation = tuple[str, dict[str, float | None]]
+"""An operator, and its attributes."""
+
 Cell = Callable[[str, Sequence[str]], list[str]]
 """From the input's part of the gates (batch x gates * hidden) and the states to the new states."""
 
@@ -59,11 +62,24 @@ class _Layer:
             return self.builder.store(np.zeros((self.batch, self.hidden), self.builder.dtype))
         return self.builder.item(initial, 0, direction)
 
-    def of_sum(self, function: str, value: str) -> str:
+    def gate(self, function: Activation, value: str) -> str:
+        """``function`` of ``value``, within the bounds that the layer has."""
+        name, parameters = function
+        if bound := graph.attribute(self.node, "clip", 0.0):
+            value = self.builder.clip(value, -bound, bound)
+        return self.builder.add(name, value, **parameters)
+
+    def of_sum(self, function: Activation, value: str) -> str:
         """``function`` of the sum ``value``, which is within `_FLAT`."""
-        if function in ("Sigmoid", "Tanh"):
+        name, parameters = function
+        if name in ("Sigmoid", "Tanh"):
             value = self.builder.clip(value, -_FLAT, _FLAT)
-        return self.builder.add(function, value)
+        return self.builder.add(name, value, **parameters)
+
+    def gate_of_sum(self, function: Activation, value: str) -> str:
+        """The `gate` of the sum ``value``."""
+        is_bounded = graph.attribute(self.node, "clip", 0.0)
+        return (self.gate if is_bounded else self.of_sum)(function, value)
 
     def add(self, op: str, *inputs: str) -> str:
         """A node."""
@@ -84,8 +100,8 @@ def _named_activations(node: onnx.NodeProto) -> list[str]:
     return [_OPERATORS.get(name.casefold(), name) for name in names]
 
 
-def _activations(node: onnx.NodeProto, directions: int) -> list[list[str]] | Declined:
-    """The operators of the activations of each direction of ``node``."""
+def _activations(node: onnx.NodeProto, directions: int) -> list[list[Activation]] | Declined:
+    """The activations of each direction of ``node``."""
     defaults = DEFAULT_ACTIVATIONS[node.op_type]
     names = _named_activations(node) or [*defaults] * directions
     if node.op_type == "RNN":
@@ -95,13 +111,15 @@ def _activations(node: onnx.NodeProto, directions: int) -> list[list[str]] | Dec
         return Declined(f"it has {len(names)} activations, not {directions * len(defaults)}")
     if unknown := sorted({*names}.difference(_OPERATORS.values())):
         return Declined(f"its activation {unknown[0]!r} is not known")
-    has_parameters = any(
-        graph.attribute(node, f"activation_{name}", []) for name in ("alpha", "beta")
-    )
-    # The others have none.
-    if has_parameters and "HardSigmoid" in names:
-        return Declined("its HardSigmoid has parameters")
-    return [names[at : at + len(defaults)] for at in range(0, len(names), len(defaults))]
+    values = {
+        key: iter(graph.attribute(node, f"activation_{key}", [])) for key in ("alpha", "beta")
+    }
+    functions: list[Activation] = []
+    for name in names:
+        # The others have no parameters. Those that are missing have the operator's defaults.
+        own = {key: next(values[key], None) for key in values if name == "HardSigmoid"}
+        functions.append((name, own))
+    return [functions[at : at + len(defaults)] for at in range(0, len(functions), len(defaults))]
 
 
 @rewrites(*DEFAULT_ACTIVATIONS)
@@ -155,9 +173,6 @@ def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
 
 def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | Declined:
     reasons = {
-        "it has peepholes": graph.operand(node, 7),
-        "its input and forget gates are coupled": graph.number(node, "input_forget", 0),
-        "it clips its gates": graph.attribute(node, "clip", 0.0),
         # Nor does ONNX Runtime's CPU run it.
         "its batch comes first": graph.number(node, "layout", 0),
     }
@@ -224,24 +239,41 @@ def _bias(layer: _Layer, direction: int) -> str:
     return layer.add("Add", first, second) if first else ""
 
 
-def _lstm(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Cell, list[str], str]:
+def _lstm(
+    layer: _Layer, direction: int, functions: Sequence[Activation]
+) -> tuple[Cell, list[str], str]:
     f, g, h = functions
     weight = layer.weight(2, direction)
+    is_coupled = graph.number(layer.node, "input_forget", 0) != 0
+    peepholes = list[str]()
+    if graph.operand(layer.node, 7):
+        peepholes = layer.parts(layer.of_direction(7, direction), 0, 3)
+
+    def with_peephole(part: str, at: int, cell: str) -> str:
+        """The input of the gate ``at``, of input, output and forget gate, with what it reads of ``cell``."""
+        return layer.add("Add", part, layer.add("Mul", peepholes[at], cell)) if peepholes else part
 
     def run(inputs: str, states: Sequence[str]) -> list[str]:
         hidden, cell = states
         gates = layer.add("Add", inputs, layer.add("MatMul", hidden, weight))
         *parts, c = layer.parts(gates, 1, 4)
-        i, o, forget = (layer.add(f, part) for part in parts)
-        new = layer.add("Mul", i, layer.add(g, c))
+        first = [with_peephole(part, at, cell) for at, part in ((0, parts[0]), (2, parts[2]))]
+        i, forget = (layer.gate(f, part) for part in first)
+        if is_coupled:
+            forget = layer.add("Sub", layer.builder.number(1), i)
+        new = layer.add("Mul", i, layer.gate(g, c))
         cell = layer.add("Add", layer.add("Mul", forget, cell), new)
+        o = layer.gate(f, with_peephole(parts[1], 1, cell))
+        # ONNX Runtime clips gates, but not the cell.
         return [layer.add("Mul", o, layer.of_sum(h, cell)), cell]
 
     states = [layer.state(5, direction), layer.state(6, direction)]
     return run, states, _bias(layer, direction)
 
 
-def _gru(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Cell, list[str], str]:
+def _gru(
+    layer: _Layer, direction: int, functions: Sequence[Activation]
+) -> tuple[Cell, list[str], str]:
     f, g = functions
     sizes = [2 * layer.hidden, layer.hidden]
     weight = layer.of_direction(2, direction)
@@ -268,20 +300,22 @@ def _gru(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Cell,
         gates = layer.add("Add", to_outer, layer.add("MatMul", hidden, outer))
         if outer_bias:
             gates = layer.add("Add", gates, outer_bias)
-        update, reset = (layer.add(f, part) for part in layer.parts(gates, 1, 2))
-        new = layer.of_sum(g, layer.add("Add", to_inner, reset_product(reset, hidden)))
+        update, reset = (layer.gate(f, part) for part in layer.parts(gates, 1, 2))
+        new = layer.gate_of_sum(g, layer.add("Add", to_inner, reset_product(reset, hidden)))
         kept = layer.add("Mul", update, hidden)
         return [layer.add("Add", layer.add("Mul", layer.add("Sub", one, update), new), kept)]
 
     return run, [layer.state(5, direction)], fixed
 
 
-def _rnn(layer: _Layer, direction: int, functions: Sequence[str]) -> tuple[Cell, list[str], str]:
+def _rnn(
+    layer: _Layer, direction: int, functions: Sequence[Activation]
+) -> tuple[Cell, list[str], str]:
     weight = layer.weight(2, direction)
 
     def run(inputs: str, states: Sequence[str]) -> list[str]:
         gate = layer.add("Add", inputs, layer.add("MatMul", states[0], weight))
-        return [layer.of_sum(functions[0], gate)]
+        return [layer.gate_of_sum(functions[0], gate)]
 
     return run, [layer.state(5, direction)], _bias(layer, direction)
 

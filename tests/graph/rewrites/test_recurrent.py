@@ -27,14 +27,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
 LSTM_FORMS: dict[str, dict[str, Any]] = {
     "both states": {"inputs": ("B", "h", "c")},
     "cell only": {"outputs": ("Y_c",)},
+    "peepholes": {"inputs": ("B", "h", "c", "P")},
+    "coupled gates": {"input_forget": 1},
+    "clipped": {"clip": 0.3, "inputs": ("B", "h", "c")},
+    "hard functions": {
+        "activations": ["HardSigmoid", "Relu", "HardSigmoid"] * 2,
+        "activation_alpha": [0.3, 0.4, 0.1, 0.2],
+        "activation_beta": [0.1, 0.7, 0.3, 0.6],
+    },
 }
 GRU_FORMS: dict[str, dict[str, Any]] = {
     "late": {"linear_before_reset": 1, "inputs": ("B", "h")},
+    "clipped": {"clip": 0.3, "inputs": ("B", "h")},
     "late without bias": {"linear_before_reset": 1, "inputs": ()},
 }
+RNN_FORMS: dict[str, dict[str, Any]] = {"clipped": {"clip": 0.3, "inputs": ("B", "h")}}
 CASES = [
     pytest.param(op, variant, id=f"{op}-{name}")
-    for op, own in (("LSTM", LSTM_FORMS), ("GRU", GRU_FORMS), ("RNN", {}))
+    for op, own in (("LSTM", LSTM_FORMS), ("GRU", GRU_FORMS), ("RNN", RNN_FORMS))
     for name, variant in {**VARIANTS, **own}.items()
 ]
 
@@ -96,13 +106,6 @@ def test_a_layer_of_one_direction_may_name_functions_for_two() -> None:
             "its activation 'Softsign' is not known",
         ),
         (recurrent("GRU", activations=["Sigmoid"]), "it has 1 activations, not 2"),
-        (recurrent("LSTM", inputs=("B", "P")), "it has peepholes"),
-        (
-            recurrent("GRU", activations=["HardSigmoid", "Tanh"], activation_alpha=[0.3]),
-            "its HardSigmoid has parameters",
-        ),
-        (recurrent("RNN", clip=0.3), "it clips its gates"),
-        (recurrent("LSTM", input_forget=1), "its input and forget gates are coupled"),
         (recurrent("RNN", layout=1), "its batch comes first"),
     ],
 )
