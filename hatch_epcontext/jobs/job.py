@@ -213,7 +213,7 @@ class _JobRun:
             # The first one needs no name.
             line = workers.recipes[location] = f"recipe {number + 1}: {recipe.name}"
             if workers.progress and time.monotonic() > self._start + _ANNOUNCED:
-                workers.progress(f"{location}: {line} ...")
+                workers.progress(f"{location}: {line} (until now: {search.best_note}) ...")
                 workers.pulse.mark_reported()
         folder = self._build.scratch("artifact")
         with self._files_unchanged():

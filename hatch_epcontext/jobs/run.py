@@ -30,12 +30,15 @@ from hatch_epcontext.jobs.sources import cut_plan, read_sources
 from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import cores, free_memory
-from hatch_epcontext.text import listing
+from hatch_epcontext.text import count, listing, show_size
 
 T = TypeVar("T")
 
 _POLL = 0.5
 """Seconds that a build waits for a job before it checks for an interruption."""
+
+_LARGE = 5 * 10**6
+"""Bytes of all models from which a build says that it reads them."""
 
 _JOB_MEMORY = 1 << 30
 """Bytes that a job needs besides its model: for ONNX Runtime, the EP's compiler, and its log."""
@@ -87,6 +90,7 @@ def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
     Raises RequirementError when the environment cannot build the plan, BuildError for invalid models.
     """
     installed = check_environment(plan.local_targets, plan.requirements)
+    _announce(plan, workers)
     download_sources(plan.config, workers)
     workers.expect(target.provider for target in plan.local_targets)
     whole, plan = plan, cut_plan(plan, cache, workers, staging)
@@ -107,6 +111,17 @@ def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
         if not target.from_cache:
             versions.setdefault(target.name, {}).update(versions_of(target, installed))
     return Build(workers, cache, staging, versions, sources, plan.jobs)
+
+
+def _announce(plan: Plan, workers: Workers) -> None:
+    """Say what is read and for which targets, if that takes long."""
+    paths = {model.path for model in plan.config.models}
+    size = sum(path.stat().st_size for path in paths if path.is_file())
+    if workers.progress and size >= _LARGE:
+        targets = listing([target.name for target in plan.config.targets], _MAX_NAMED)
+        workers.progress(
+            f"reading {count(len(paths), 'model')} of {show_size(size)} for {targets} ..."
+        )
 
 
 def build(

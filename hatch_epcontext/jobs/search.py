@@ -622,6 +622,17 @@ class Search:
         notes = (note for a in others for note in a.notes(self.validations_of(a)))
         return tuple(dict.fromkeys((*notes, *self._left_out())))
 
+    @property
+    def best_note(self) -> str:
+        """The result of the attempt that is nearest to the CPU until now, or covers most."""
+
+        def rank(attempt: Attempt) -> tuple[bool, float, float]:
+            verdict = verdict_of(self.validations_of(attempt))
+            return verdict is not None, verdict.margin if verdict else 0.0, attempt.share
+
+        best = max(self.attempts, key=rank)
+        return next(best.notes(self.validations_of(best)), "nothing is compiled")
+
     def _left_out(self) -> Iterator[str]:
         """What is not tried because the search has lasted long enough."""
         if self.is_spent:

@@ -40,6 +40,9 @@ _SMALL = 10 * 10**6
 
 T = TypeVar("T")
 
+_LONG = 3.0
+"""Seconds of a run from which a build says how long it takes."""
+
 Corrections: TypeAlias = tuple[RewriteName, ...]
 """The rewrites for accuracy of a recipe."""
 
@@ -314,9 +317,25 @@ class Steps:
         )
         # Which makes both folders.
         call = folder / "call"
+        start = time.monotonic()
         prepared = worker.call(request, call, location=job.location, step="preparation")
+        if source is None:
+            self._announce(job, prepared, time.monotonic() - start)
         self._sources.setdefault(_source_key(job, model), prepared)
         return prepared
+
+    def _announce(self, job: Job, prepared: Prepared, seconds: float) -> None:
+        """Say how long a recipe takes if that is long; ``seconds``: the model took to prepare."""
+        workers, provider = self.build.workers, job.target.provider
+        run = prepared.multiply_adds / provider.simulator_speed if provider.simulator_speed else 0.0
+        if workers.progress and run >= _LONG:
+            # To compile and to emulate take about as long as to prepare.
+            total = 3 * seconds + run
+            workers.progress(
+                f"{job.location}: about {total:.0f} s for the first recipe, {run:.0f} s of it for a run on "
+                f"the simulator of {provider.ep}"
+            )
+            workers.pulse.mark_reported()
 
     def _changed(
         self,

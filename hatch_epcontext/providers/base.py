@@ -218,6 +218,9 @@ class Provider:
     """The libraries in the package of ``plugin`` with which a build machine simulates the device, on all
     cores. They are slow to load, and forks share them."""
 
+    simulator_speed: float = 0.0
+    """About how many multiply-adds of a model it simulates in a second."""
+
     exclusive_device: bool = False
     """Whether concurrent steps disturb each other on its device: they measure kernels to choose the fastest,
     or need its whole memory."""

@@ -329,6 +329,8 @@ class Qnn(Provider):
     # Seen with onnxruntime-qnn 2.7.0, under Wine: 0xC0000409. Contexts inside the model load.
     needs_code_page = True
     simulator = ("libQnnSystem.so", "libQnnHtp.so")
+    # Measured on two cores: 1e9 for a U-Net, 2e8 for a detector and an encoder with int8 weights.
+    simulator_speed = 3e8
     chips = _CHIPS
     options = _OPTIONS
     reserved = _RESERVED

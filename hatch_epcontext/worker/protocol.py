@@ -51,13 +51,13 @@ def report_in(folder: Path) -> None:
         _reported.append(((folder / ACTIVITY).open("wb", buffering=0), ""))
 
 
-def announce(text: str) -> None:
-    """Report what begins, such as ``"opening the source model on the CPU"``."""
+def announce(text: str, part: str = "") -> None:
+    """Report what begins, such as ``"opening the source model on the CPU"``, or a ``part`` of it."""
     for file, last in _reported:
         # Repeated runs of a model are not reported again: a run takes less time than a report.
-        if text != last:
-            _reported[:] = [(file, text)]
+        if (line := f"{text} {part}") != last:
+            _reported[:] = [(file, line)]
             with contextlib.suppress(OSError):
                 file.seek(0)
-                file.write(" ".join(text.split()).encode("utf-8", "replace"))
+                file.write(" ".join(line.split()).encode("utf-8", "replace"))
                 file.truncate()

@@ -124,7 +124,7 @@ def reference(
     if synthetic:
         reasons = dict(_untaken(runs, parts)) | reasons
     outputs = _with_behaviour(outputs, states, random, reasons)
-    facts = Facts(states, outputs, chosen, is_lasting, None, batch, ranges, deciders)
+    facts = Facts(states, outputs, chosen, is_lasting, None, batch, ranges, deciders, cost)
     return Reference(tuple(runs), facts)
 
 

@@ -69,16 +69,24 @@ def test_a_context_is_compiled_and_validated_once(run: Run, log: list[str]) -> N
 
 
 @needs_qnn
-def test_a_long_search_names_each_recipe(
+def test_a_long_search_says_what_it_does_for_how_long_and_names_each_recipe(
     run: Run, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(with_refused(), project / "models" / "a.onnx")
     monkeypatch.setattr(job_module, "_ANNOUNCED", 0)
+    monkeypatch.setattr("hatch_epcontext.jobs.run._LARGE", 0)
+    monkeypatch.setattr("hatch_epcontext.jobs.steps._LONG", 0)
     monkeypatch.setattr(Heartbeat, "due", lambda self: True)
     lines: list[str] = []
     with pytest.raises(BuildError, match="EPC302"):
         run(QNN.replace(", dims = { batch = 1 }", ""), workers=Workers(120, progress=lines.append))
-    assert lines.count("a -> qnn: recipe 2: rewriting ...") == 1
+    assert lines[0].startswith("reading 1 model of ")
+    estimate = (
+        r"a -> qnn: about \d+ s for the first recipe, 0 s of it for a run on the simulator of .*"
+    )
+    assert sum(re.fullmatch(estimate, line) is not None for line in lines) == 1
+    known = "(until now: unmodified: 1 node on the CPU)"
+    assert lines.count(f"a -> qnn: recipe 2: rewriting {known} ...") == 1
     assert "a -> qnn: recipe 2: rewriting: rewrite begins" in lines
 
 

@@ -103,6 +103,7 @@ def handle(request: PrepareRequest) -> Prepared:
         reference=outputs_path,
         applicable=applicable(prepared, types),
         unrolls=unrolls(prepared),
+        multiply_adds=expected.facts.multiply_adds if expected else 0,
         quantized=static_format(prepared),
     )
 

@@ -123,10 +123,10 @@ def _compare(
     if divergence and emulated and model.validate.inputs in SYNTHETIC:
         is_optimistic = divergence.model.optimistic is not None
         runs = choose(emulated, is_optimistic=is_optimistic, deciders=expected.facts.deciders)
-    announce(f"running {subject.what}")
     if request.to_beat and emulated and runs:
         runs.sort(key=lambda run: emulated.of(run).margin)
-    compared = compare_runs(session, expected, tolerance, runs, emulated, request.to_beat)
+    report = partial(announce, f"running {subject.what}")
+    compared = compare_runs(session, expected, tolerance, runs, emulated, request.to_beat, report)
     validation = replace(
         validation,
         agreements=compared.agreements,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import onnxruntime as ort
@@ -65,12 +65,13 @@ def compare_runs(
     runs: Sequence[ReferenceRun] | None = None,
     emulated: Levels | None = None,
     to_beat: Nearness | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Run ``session`` on ``runs`` of the ``reference``, by default on those for a target.
 
     It ends with the first difference that counts, or once it is not worth more than ``to_beat``.
     ``emulated``: the levels in its number format: if one of chosen runs is as near as these, the others are
-    not run.
+    not run. ``report`` gets the sample before each run.
     """
     result, compared, is_chosen = Comparison(), list[Agreement](), runs is not None
     is_enough, taken = False, set[Side]()
@@ -82,6 +83,8 @@ def compare_runs(
             continue
         taken |= new
         result = replace(result, samples=(*result.samples, run.name))
+        if report is not None:
+            report(f"for the sample {run.name!r}, {len(result.samples)} of {len(runs)}")
         start = time.monotonic()
         agreeing, difference = _compare_run(session, reference, run, limits)
         result = replace(result, run=result.run or time.monotonic() - start)

@@ -49,6 +49,7 @@ class Facts:
     ``is_lasting``: whether states decay so slowly that errors in them add up. ``float_form``: how near
     dynamic integers are to the float form, if that is the reference. ``batch``: see `Validated`.
     ``ranges``: of the inputs, if they are random. ``deciders``: the values that decide which branch runs.
+    ``multiply_adds``: about how many a run needs.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Facts:
     batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     ranges: Mapping[str, Range] = field(default_factory=dict)
     deciders: tuple[str, ...] = ()
+    multiply_adds: int = 0
 
     def of(self, output: str) -> OutputFacts:
         """What is known of ``output``."""

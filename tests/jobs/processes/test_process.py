@@ -288,7 +288,7 @@ def test_long_activities_are_reported_while_they_run(
     check.write_text(
         "import os, time\n"
         "from hatch_epcontext.worker.protocol import announce\n"
-        "announce('waiting')\n"
+        "announce('waiting', 'for a file')\n"
         "while not os.path.exists('seen'): time.sleep(0.05)\n"
         "raise OSError\n",
         encoding="utf-8",
@@ -304,7 +304,9 @@ def test_long_activities_are_reported_while_they_run(
     workers.progress = progress
     problem(workers, tmp_path)
     assert lines[0] == "a -> npu: check begins"
-    assert re.fullmatch(r"a -> npu: check has run for \d+ s while waiting \(for \d+ s\)", lines[-1])
+    assert re.fullmatch(
+        r"a -> npu: check has run for \d+ s while waiting for a file \(for \d+ s\)", lines[-1]
+    )
 
 
 def prepare(folder: Path, workers: Workers) -> None:
