@@ -200,6 +200,11 @@ class _Build(ProjectBuild):
             raise ConfigError(self._itself())
         return backend
 
+    @property
+    def backend_name(self) -> str:
+        """The wrapped back end."""
+        return self.name
+
     @functools.cached_property
     def name(self) -> str:
         """The value of ``build.backend``; raises ConfigError without one."""

@@ -58,6 +58,11 @@ class ProjectBuild:
         # Kept until `close`: a back end packs the files later.
         self.staging = contextlib.ExitStack()
 
+    @property
+    def backend_name(self) -> str:
+        """What packs the project's files."""
+        return "hatchling"
+
     def close(self) -> None:
         """Remove the temporary files."""
         self.staging.close()
@@ -160,7 +165,7 @@ class ProjectBuild:
         result = self.compile(own, project, staging)
         modules = _modules(config, project, output)
         package = bundle(result, staging, modules, None, installing)
-        if warning := repeated_models(result, packed):
+        if warning := repeated_models(result, packed, self.backend_name, self.root):
             self.terminal.warn(warning)
         return result, package
 

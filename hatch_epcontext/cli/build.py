@@ -15,6 +15,7 @@ from hatch_epcontext.cli._common import (
     warn,
 )
 from hatch_epcontext.cli._settings import project_config, project_options
+from hatch_epcontext.errors import RequirementError
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
@@ -47,8 +48,14 @@ def command(
 
 def _show_plan(planned: Plan, staging: Path) -> None:
     workers = Workers(planned.config.build.timeout)
-    # Reads the models, whose problems the build would have too.
-    jobs = begin(planned, staging, open_cache(planned.config, warn), workers).jobs
+    jobs = planned.jobs
+    try:
+        # Reads the models, whose problems the build would have too.
+        jobs = begin(planned, staging, open_cache(planned.config, warn), workers).jobs
+    except RequirementError as error:
+        # Another machine may be the one that compiles.
+        messages = " ".join(problem.message for problem in error.problems)
+        warn(f"the models are not read: {messages}")
     rows = [(job.location, job.target.provider.name) for job in jobs]
     show_table(("job", "provider"), rows)
     echo(f"requires: {', '.join(map(hide_credentials, planned.requirements))}")

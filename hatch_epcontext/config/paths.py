@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from functools import cached_property
@@ -100,7 +101,7 @@ class Finder:
                 hint = f"A table has one model. Write only the globs: models = [{show(path)}]."
                 yield Problem.at(key, Kind.FILE_NOT_FOUND, message, hint)
             else:
-                yield self._not_found(key, message, _near(file))
+                yield self._not_found(key, message, near_path(self.root, file))
         elif rejection := unreadable(file):
             message = f"{show(path)} {rejection.message}"
             yield Problem.at(key, Kind.UNREADABLE_FILE, message, rejection.hint)
@@ -199,16 +200,25 @@ def is_glob(path: str) -> bool:
     return any(character in path for character in "*?[")
 
 
-def _near(path: Path) -> str | None:
-    """A question about a file with a similar name beside ``path``, which does not exist; or how Python can
-    read its name.
+def near_path(root: Path, path: Path) -> str | None:
+    """A question about a file with a similar name beside ``path``, which does not exist, or one with its name
+    anywhere in the project in ``root``; or how Python can read its name.
     """
     if not _has_name(path):
         return USE_UTF8
-    try:
-        return near_name(path.name, sorted(entry.name for entry in path.parent.iterdir()))
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        if question := near_name(path.name, sorted(entry.name for entry in path.parent.iterdir())):
+            return question
+    for folder, folders, names in os.walk(root):
+        # Hidden folders and virtual environments can be very large.
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name[0] != "." and not os.path.lexists(Path(folder, name, "pyvenv.cfg"))
+        )
+        if path.name in names:
+            return f"Did you mean {show(Path(folder, path.name).relative_to(root).as_posix())}?"
+    return None
 
 
 def _has_name(path: Path) -> bool:

@@ -195,13 +195,24 @@ def _unavailable(target: Target) -> str | None:
     return target.provider.unavailable(python, sys.platform, platform.machine())
 
 
+def _newer_python(target: Target) -> str | None:
+    """How to build with the Python that ``target`` needs, if this one is older."""
+    if target.requirements is not None or sys.version_info[:2] >= target.provider.python:
+        return None
+    version = ".".join(map(str, target.provider.python))
+    return (
+        f"Build with Python {version} or newer, for example: uv build --python {version} (without it uv "
+        "takes the version in .python-version). Or leave the target out."
+    )
+
+
 def _check_available(targets: Iterable[Target]) -> None:
     problems = [
         Problem(
             Kind.UNAVAILABLE_PROVIDER,
             f"target {target.name}",
             f"the {target.provider.name} provider {reason}.",
-            "Build on another machine, or leave the target out.",
+            _newer_python(target) or "Build on another machine, or leave the target out.",
         )
         for target in targets
         if target.needs_ep and (reason := _unavailable(target))

@@ -11,6 +11,7 @@ from typing import Any
 import pathspec
 
 from hatch_epcontext.config.build_hooks import NAME, BuildHooks
+from hatch_epcontext.config.paths import near_path
 from hatch_epcontext.config.settings import SYNTHETIC, Config, Model, Target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, SdistError, collect
 from hatch_epcontext.files import is_lfs_pointer, is_portable, is_regular, known_text
@@ -89,6 +90,7 @@ class Sdist:
     def _problem(self, path: str, needed: Needed, hidden_by: str | None) -> Problem:
         if hidden_by is None:
             advice = self.hooks.advice() or self.wheel_hooks.advice()
+            advice = advice or near_path(self.config.root, needed.file)
             return Problem.at(needed.key, Kind.FILE_NOT_FOUND, f"there is no file {path}.", advice)
         hint = (
             f"If everybody may have it, set artifacts = [{to_toml('/' + path)}] in "

@@ -29,7 +29,7 @@ from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.requirements import installed, oldest_runtime
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
-from hatch_epcontext.text import listing, show_size
+from hatch_epcontext.text import listing, show_size, to_toml
 
 FOLDER = "epcontext"
 """The name of the package's folder in the app's import package, by default."""
@@ -183,8 +183,8 @@ def unused_platforms(config: Config) -> str | None:
     )
 
 
-def repeated_models(result: Result, tree: Tree) -> str | None:
-    """A warning about the files of source models that are also package data."""
+def repeated_models(result: Result, tree: Tree, backend: str, root: Path) -> str | None:
+    """A warning about the files of source models that ``backend`` packs too, as package data."""
     # Who ships a model in another way says so.
     shipped = {
         file.resolve()
@@ -198,12 +198,47 @@ def repeated_models(result: Result, tree: Tree) -> str | None:
     files = [
         f"{name} ({show_size(path.stat().st_size)})" for name, path in sorted(repeated.items())
     ]
+    advice = excluding(backend, root, repeated)
     return (
         f"models are in the wheel as package data, beside what is shipped of them: {listing(files)}. "
-        "If the app opens them only through the loader, leave them out where they are added (with hatchling: "
-        "exclude in [tool.hatch.build.targets.wheel], a build hook, or force-include). Otherwise set "
-        'fallback = "none" for them.'
+        f"If the app opens them only through the loader, leave them out: {advice}. "
+        'Otherwise set fallback = "none" for them.'
     )
+
+
+def excluding(backend: str, root: Path, files: Tree) -> str:
+    """How ``backend`` leaves ``files`` of the project in ``root`` out of a wheel."""
+    own = sorted(
+        file.relative_to(root).as_posix() if file.is_relative_to(root) else name
+        for name, file in files.items()
+    )
+    names = sorted({PurePosixPath(name).name for name in files})
+    inside = sorted({*names, *(name.partition("/")[2] or name for name in files)})
+    advice = {
+        "hatchling": (
+            f"exclude = {to_toml(own)} in [tool.hatch.build.targets.wheel], unless a build hook or "
+            "force-include adds them"
+        ),
+        "setuptools": (
+            f"{_of_setuptools(root, inside)}, and remove the folder build/ with those of earlier builds. "
+            "Without this key MANIFEST.in and an old *.egg-info/SOURCES.txt also add them"
+        ),
+        "poetry": f"exclude = {to_toml(own)} in [tool.poetry]",
+        "pdm": f"excludes = {to_toml(own)} in [tool.pdm.build]",
+        "uv_build": f"wheel-exclude = {to_toml(names)} in [tool.uv.build-backend]",
+        "flit_core": "move them out of the import package, of which flit packs all files",
+    }
+    return advice.get(backend.partition(".")[0], "where your build back end adds them")
+
+
+def _of_setuptools(root: Path, files: list[str]) -> str:
+    """The key for the project in ``root`` that leaves out ``files`` of any import package."""
+    # A table of setuptools in pyproject.toml needs one with the project's version.
+    if (root / "setup.py").is_file():
+        return f"exclude_package_data={ {'': files} } in setup.py"
+    if (root / "setup.cfg").is_file():
+        return f"* = {', '.join(files)} below [options.exclude_package_data] in setup.cfg"
+    return f"exclude-package-data = {to_toml({'*': files})} in [tool.setuptools]"
 
 
 def check_app(targets: Iterable[Target], dependencies: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, oldest_runtime
 from hatch_epcontext.package.folder import SOURCE_FOLDERS, own_files
-from hatch_epcontext.package.wheel import FOLDER, import_packages, loose_bounds
+from hatch_epcontext.package.wheel import FOLDER, excluding, import_packages, loose_bounds
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.text import file_name, quoted_key, suggestion, to_toml
 from hatch_epcontext.tools.configure import MODEL_TABLES
@@ -418,11 +418,34 @@ def left_to_do(project: Project, config: Config) -> list[tuple[str, list[str]]]:
     return [
         ("In the app:", [f"from {module} import load", f"session = load({name}){more}"]),
         (f"In {table}:", [*_dependencies(project, config)]),
+        ("To keep the plain models out of the wheel:", [*_excluding(project, config)]),
         (
             "In the metadata:",
             [*loose_bounds(config.targets, project.dependencies, project.requires_python)],
         ),
     ]
+
+
+def _excluding(project: Project, config: Config) -> Iterator[str]:
+    """How the build back end leaves out the models in the app's import packages, which it may pack."""
+    files = {}
+    for model in config.models:
+        path = (
+            PurePosixPath(os.path.relpath(model.path, project.root))
+            if model.download is None
+            else None
+        )
+        if path and any(
+            (project.root / folder / "__init__.py").is_file() for folder in path.parents
+        ):
+            start = path.parts[0] in SOURCE_FOLDERS
+            folder = PurePosixPath(*path.parts[start:-1])
+            # With its external data under the usual names.
+            for name in (path.name, f"{path.name}.data", f"{path.name}_data"):
+                if (file := project.root / path.with_name(name)).exists():
+                    files[(folder / name).as_posix()] = file
+    if files:
+        yield excluding(config.build.backend or project.backend, project.root, files)
 
 
 def _output(project: Project) -> PurePosixPath:

@@ -27,7 +27,7 @@ READING = tuple(tool for tool in TOOLS if Requirement(tool).name in ("onnx", "nu
 TIMEOUT = 300.0
 """Seconds for reading one ONNX file."""
 
-_WHEEL = ".whl"
+_WHEEL, _SDISTS = ".whl", (".tar.gz", ".zip", ".tgz")
 _BESIDE = "Copy it beside the model, or make both again."
 
 
@@ -59,6 +59,10 @@ def inspect(path: Path) -> Inspection:
     # Not a pipe, which would block.
     if is_regular(path) and path.suffix == _WHEEL:
         return _inspect_wheel(path)
+    if path.name.endswith(_SDISTS):
+        message = "is an sdist, which has the source models and nothing compiled."
+        hint = "Name the wheel that is built from it."
+        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message, hint))
     return Inspection(str(path), {}, inspect_model(path))
 
 

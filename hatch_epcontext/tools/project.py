@@ -63,15 +63,15 @@ class Project:
     def requires_python(self) -> str | None:
         """The versions of Python that it allows; empty for all, and None where only its back end knows."""
         project = self.table("project")
-        if "requires-python" in project:
-            return str(project["requires-python"])
+        python = (
+            project.get("requires-python", "") if project else self._setup.get("python_requires")
+        )
         if self.is_of_poetry:
-            python = self.table("tool", "poetry", "dependencies").get("python", "")
-            return _of_poetry("", python).strip()
-        if project and "requires-python" not in (project.get("dynamic") or ()):
-            return ""
-        python = self._setup.get("python_requires")
-        return python if isinstance(python, str) else None
+            own = self.table("tool", "poetry", "dependencies").get("python", "")
+            python = _of_poetry("", own)
+        with contextlib.suppress(InvalidSpecifier):
+            return str(SpecifierSet(python)) if isinstance(python, str) else None
+        return None
 
     @functools.cached_property
     def _setup(self) -> Mapping[str, Any]:

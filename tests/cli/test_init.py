@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -259,7 +258,9 @@ def test_a_trial_writes_what_works(cli: Cli, new_project: Path) -> None:
 def test_a_trial_that_is_stopped_keeps_what_it_has_compiled(cli: Cli, new_project: Path) -> None:
     models = new_project / "models"
     for name in "cdefgh":
-        shutil.copy(models / "a.onnx", models / f"{name}.onnx")
+        made = network()
+        made.doc_string = name
+        save(made, models / f"{name}.onnx")
     arguments = [
         sys.executable,
         "-c",

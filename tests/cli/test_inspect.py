@@ -142,7 +142,7 @@ def test_external_data_outside_of_the_folder_is_an_error(cli: Cli, tmp_path: Pat
             for each in (b"", b"no model", b"version https://git-lfs")
         ),
         ("a.whl", b"PK", "EPC505", ""),
-        ("my_app-1.tar.gz", b"\x1f\x8b", "EPC201", ""),
+        ("my_app-1.tar.gz", b"\x1f\x8b", "EPC505", ""),
         ("none", None, "EPC505", ""),
         ("", None, "EPC505", ""),
     ],

@@ -92,7 +92,8 @@ def test_the_tag_has_the_platforms_of_the_targets(
 
 def repeated(project: Path, tree: dict[str, Path], toml: str, folder: Path) -> str | None:
     """The warning about models that are also package data."""
-    return wheel.repeated_models(compiled(configured(project, toml), folder), tree)
+    result = compiled(configured(project, toml), folder)
+    return wheel.repeated_models(result, tree, "hatchling", project)
 
 
 def test_a_model_that_is_also_package_data_is_a_warning(project: Path, tmp_path: Path) -> None:
@@ -104,7 +105,8 @@ def test_a_model_that_is_also_package_data_is_a_warning(project: Path, tmp_path:
     assert message is not None
     assert message.startswith(
         "models are in the wheel as package data, beside what is shipped of them: my_app/models/a.onnx "
-        "(7 bytes). If the app opens them only through the loader, leave them out where they are added"
+        "(7 bytes). If the app opens them only through the loader, leave them out: exclude = "
+        '["models/a.onnx"] in [tool.hatch.build.targets.wheel]'
     )
     other = TOML.replace("a.onnx", "b.onnx")
     assert repeated(project, tree, other, tmp_path / "two") is None
