@@ -90,7 +90,7 @@ class CompileSettings:
     embed: bool = False
     from_memory: bool = False
     external_initializers: bool = False
-    unroll_limit: int = 5000
+    unroll_limit: int = 10_000
     recompile: bool = False
     compile_with: CompileWith = "ep"
     compute_capabilities: tuple[str, ...] = ()

@@ -322,7 +322,7 @@ class TargetTable:
     unroll_limit: int | None = declare(
         "The most nodes of a graph whose loops and recurrent layers are unrolled, `0` for no unrolling: "
         "see `docs/what-compiles.md#rewrites`.",
-        otherwise=5000,
+        otherwise=10_000,
         check=_NODES,
     )
     recompile: bool | None = declare(

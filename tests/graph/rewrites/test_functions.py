@@ -193,3 +193,18 @@ def test_a_rotation_has_one_angle_for_each_pair(shape: tuple[int, ...]) -> None:
 def test_each_text_is_onnx_syntax(operator: str) -> None:
     function = onnx.parser.parse_function(texts()[operator])
     assert operator in (function.name, f"{function.domain}.{function.name}")
+
+
+@pytest.mark.parametrize("value", [-10000.0, -3.4028234663852886e38])
+def test_what_a_mask_hides_is_a_number_of_float16(value: float) -> None:
+    model = parsed(
+        f"""(float[2, 5, 8] x) => (float[2, 5, 8] y) {{
+        h = Cast <to = 10> (x)
+        z = com.microsoft.Attention <num_heads = 2, unidirectional = 1, mask_filter_value = {value}> (h, w, b)
+        y = Cast <to = 1> (z) }}""",
+        17,
+        check=False,
+        w=floats(8, 24).astype(np.float16),
+        b=floats(24).astype(np.float16),
+    )
+    compare(model, atol=2e-2)
