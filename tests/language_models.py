@@ -31,15 +31,20 @@ PROMPTS = (
 
 
 def make_folder(
-    folder: Path, dtype: Any = "float32", *, int4: bool = False, **changes: Any
+    folder: Path,
+    dtype: Any = "float32",
+    *,
+    int4: bool = False,
+    head_sizes: tuple[int, ...] = (HEAD_SIZE,) * LAYERS,
+    **changes: Any,
 ) -> Path:
     """Write the folder, with ``changes`` of ``model`` in its genai_config.json; returns it.
 
-    ``int4``: whether the weights of products are stored in four bits.
+    ``int4``: whether the weights of products are stored in four bits. ``head_sizes``: of the layers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save(
-        _decoder(np.dtype(dtype), int4=int4),
+        _decoder(np.dtype(dtype), head_sizes, int4=int4),
         folder / "model.onnx",
         save_as_external_data=True,
         location="model.onnx.data",
@@ -58,7 +63,7 @@ def make_folder(
     return folder
 
 
-def _decoder(dtype: np.dtype[Any], *, int4: bool) -> onnx.ModelProto:
+def _decoder(dtype: np.dtype[Any], head_sizes: tuple[int, ...], *, int4: bool) -> onnx.ModelProto:
     random, float_type = np.random.default_rng(0), helper.np_dtype_to_tensor_dtype(dtype)
     nodes: list[onnx.NodeProto] = []
     weights: dict[str, Any] = {}
@@ -92,9 +97,11 @@ def _decoder(dtype: np.dtype[Any], *, int4: bool) -> onnx.ModelProto:
     def tensor(name: str, type_: int, *shape: int | str) -> onnx.ValueInfoProto:
         return helper.make_tensor_value_info(name, type_, shape)
 
-    frequencies = 10000 ** (-np.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
-    angles = np.outer(np.arange(CONTEXT), frequencies)
-    rotary = [constant(f.__name__, f(angles).astype(dtype)) for f in (np.cos, np.sin)]
+    def rotary(size: int) -> list[str]:
+        angles = np.outer(np.arange(CONTEXT), 10000 ** (-np.arange(0, size, 2) / size))
+        functions = (np.cos, np.sin)
+        return [constant(f"{f.__name__}{size}", f(angles).astype(dtype)) for f in functions]
+
     add("ReduceSum", ["attention_mask", constant("axis", np.array([1]))], "tokens", keepdims=1)
     add("Sub", ["tokens", constant("one", np.array([1]))], "before")
     add("Shape", ["attention_mask"], "mask_shape")
@@ -107,28 +114,28 @@ def _decoder(dtype: np.dtype[Any], *, int4: bool) -> onnx.ModelProto:
         tensor("attention_mask", TensorProto.INT64, "batch_size", "total_sequence_length"),
     ]
     outputs = [tensor("logits", float_type, *tokens, VOCABULARY)]
-    for layer in range(LAYERS):
+    for layer, head_size in enumerate(head_sizes):
         at, kinds = f"layers.{layer}", ("key", "value")
         past = [f"past_key_values.{layer}.{kind}" for kind in kinds]
         present = [f"present.{layer}.{kind}" for kind in kinds]
         for names, values, length in ((past, inputs, "past"), (present, outputs, "total")):
-            shape = ("batch_size", KV_HEADS, f"{length}_sequence_length", HEAD_SIZE)
+            shape = ("batch_size", KV_HEADS, f"{length}_sequence_length", head_size)
             values.extend(tensor(name, float_type, *shape) for name in names)
         normed = norm(value, f"{at}.norm")
         heads = (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
-        qkv = [matmul(normed, f"{at}.{n}", HIDDEN, count * HEAD_SIZE) for n, count in heads]
+        qkv = [matmul(normed, f"{at}.{n}", HIDDEN, count * head_size) for n, count in heads]
         attention = add(
             "GroupQueryAttention",
-            [*qkv, *past, *lengths, *rotary],
+            [*qkv, *past, *lengths, *rotary(head_size)],
             f"{at}.attention",
             *present,
             domain="com.microsoft",
             num_heads=HEADS,
             kv_num_heads=KV_HEADS,
             do_rotary=1,
-            scale=HEAD_SIZE**-0.5,
+            scale=head_size**-0.5,
         )
-        projected = matmul(attention, f"{at}.o", HEADS * HEAD_SIZE, HIDDEN)
+        projected = matmul(attention, f"{at}.o", HEADS * head_size, HIDDEN)
         value = add("Add", [value, projected], f"{at}.attended")
         normed = norm(value, f"{at}.norm2")
         gate = matmul(normed, f"{at}.gate", HIDDEN, INNER)

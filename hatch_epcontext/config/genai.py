@@ -48,6 +48,9 @@ _LIBRARY = re.compile(r"\.(dll|dylib|so|pyd|exe)(?!\w)", re.IGNORECASE)
 _LOADED = re.compile("backend_path|lib_path|librar|op_packages", re.IGNORECASE)
 """In a key whose value is loaded as a library, whatever its name."""
 
+_CACHE = ("batch", "heads", "slots", "head size")
+"""The axes of a cache."""
+
 _SHOWN = 3
 """The most files that a message names."""
 
@@ -324,11 +327,44 @@ def check_part(key: Key, path: Path) -> Iterator[Problem]:
         yield Problem.at(key, Kind.INVALID_FOLDER, message, hint)
 
 
+def with_cache_sizes(model: Model, inputs: Iterable[TensorFacts]) -> Model:
+    """``model`` with the caches that its ``inputs`` have, and with the heads and head sizes that they fix.
+
+    genai_config.json has one of each, and in some models layers differ, or have none.
+    """
+    if model.genai is None:
+        return model
+    caches, own = {*model.genai.config.past}, {value.name: value.sizes for value in inputs}
+    shapes = {n: shape for n, shape in model.shapes.items() if n in own or n not in caches}
+    for name in caches & shapes.keys():
+        if len(own[name]) == len(_CACHE):
+            sizes = zip(_CACHE, own[name], shapes[name], strict=True)
+            shapes[name] = tuple(
+                size if isinstance(size, int) and axis.startswith("head") else number
+                for axis, size, number in sizes
+            )
+    return model if shapes == model.shapes else dataclasses.replace(model, shapes=shapes)
+
+
 def check_caches(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Problem]:
     """Where genai's configuration of ``model`` contradicts its ``inputs``: some such models give no error."""
     if model.genai is None or model.cut:
         return
+    inputs = [*inputs]
     sizes, length = {value.name: value.sizes for value in inputs}, model.genai.length
+    fitting = with_cache_sizes(model, inputs).shapes
+    profiled = [target.name for target in model.targets if target.profiles]
+    others = [name for name in fitting if profiled and fitting[name] != model.shapes[name]]
+    if others:
+        config, (_, heads, _, size) = model.genai.config, fitting[others[0]]
+        message = (
+            f"{GENAI_CONFIG} has one head_size, {config.head_size} for {count(config.heads, 'head')}, and "
+            f"{others[0]} of {model.path.name} is for {count(heads, 'head')} of {size}: the profile for "
+            f"{listing(profiled)} would be wrong."
+        )
+        setting = Setting(model.key / "targets", dict.fromkeys(profiled, False))
+        hint = "Leave that target out."
+        yield Problem.at(model.key / "path", Kind.INVALID_FOLDER, message, hint, setting)
     yield from check_layers(model, sizes)
     for name in model.genai.config.past if model.genai.stage else ():
         slots = sizes[name][2] if len(sizes.get(name, ())) > 2 else None

@@ -6,18 +6,21 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from hatch_epcontext.config.genai import with_cache_sizes
 from hatch_epcontext.config.paths import NO_HOME, default_root
-from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import BuildError, OutputError, merged
 from hatch_epcontext.jobs.artifact import Built, FailureReport, Result, Source
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.genai import open_folders
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan
+from hatch_epcontext.jobs.plan import plan as make_plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import (
     make_report,
@@ -104,6 +107,10 @@ def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
     }:
         plan = cut_plan(whole, cache, workers, staging / "defaults", defaults)
         read = read_sources(plan.config, cache, workers, staging / "check-defaults")
+    fitting = tuple(with_cache_sizes(source.model, source.facts.own_inputs) for source in read)
+    if fitting != plan.config.models:
+        plan = make_plan(replace(plan.config, models=fitting))
+        read = tuple(map(_with_model, read, fitting))
     sources = {source.model.name: source for source in read}
     versions: dict[str, dict[str, str]] = {}
     for target in plan.local_targets:
@@ -122,6 +129,10 @@ def _announce(plan: Plan, workers: Workers) -> None:
         workers.progress(
             f"reading {count(len(paths), 'model')} of {show_size(size)} for {targets} ..."
         )
+
+
+def _with_model(source: Source, model: Model) -> Source:
+    return replace(source, model=model)
 
 
 def build(

@@ -218,7 +218,7 @@ class Answer:
     """How near a compiled language model's answer to ``prompt`` tokens is to the CPU's.
 
     ``kind``: what the prompt is. ``snr``: of the logits, in decibels. ``others``: tokens for which another is
-    most likely, although the CPU's is ahead by more than the largest error.
+    most likely, although the CPU's is ahead by more than errors of this size explain.
     """
 
     kind: str

@@ -11,7 +11,7 @@ import pytest
 
 from hatch_epcontext.config import genai
 from hatch_epcontext.errors import Kind
-from hatch_epcontext.graph.facts import Cut
+from hatch_epcontext.graph.facts import Cut, TensorFacts
 from hatch_epcontext.text import show, toml_key
 from tests.config.examples import assert_one_problem, problems, read
 from tests.conftest import needs
@@ -467,3 +467,15 @@ def test_a_pipeline_is_not_for_gpus(project: Path, folder: Path) -> None:
     toml = 'models = ["models/llama"]\ntargets.gpu.provider = "cuda"\n'
     message = "names gpu, and a pipeline of onnxruntime-genai is not compiled"
     assert_one_problem(project, toml + NPU, "models[0].targets", message)
+
+
+def test_caches_have_the_sizes_of_the_model_s_inputs(project: Path, folder: Path) -> None:
+    (model,) = read(project, LLAMA + CPU).models
+    kinds = ("key", "value")
+    # A layer with another head size, and one without a cache.
+    facts = [
+        TensorFacts(f"past_key_values.0.{kind}", "float32", ("b", 2, "slots", 32)) for kind in kinds
+    ]
+    fitting = genai.with_cache_sizes(model, facts).shapes
+    caches = {f"past_key_values.0.{kind}": (1, 2, 8, 32) for kind in kinds}
+    assert fitting == {"input_ids": (1, 4), "attention_mask": (1, 12), **caches}

@@ -196,8 +196,18 @@ def test_the_configuration_has_the_layers_of_the_model(
     assert (problem.kind, problem.hint) == (Kind.INVALID_FOLDER, "Set it to 2.")
 
 
+def test_one_profile_has_no_two_head_sizes(tmp_path: Path) -> None:
+    make_folder(tmp_path / "project" / "models" / "llama", head_sizes=(16, 32))
+    project = make_project(tmp_path / "project", TOML + RTX)
+    config = configured(project, TOML + RTX)
+    with pytest.raises(ModelError, match=r"past_key_values.1.key of .+ is for 1 head of 32"):
+        build(plan(config), tmp_path / "out", Cache(None, print), print)
+
+
 @needs_qnn
 def test_a_wheel_has_the_stages_with_shared_weights(folder: Path, tmp_path: Path) -> None:
+    # In some models layers differ.
+    make_folder(folder, head_sizes=(16, 32))
     target = NPU.replace(" }", ', provider-options.op_affinity = "affinity.json" }')
     project = make_project(tmp_path / "project", TOML + target)
     affinity = {"op_type": {"GroupQueryAttention": "htp"}}

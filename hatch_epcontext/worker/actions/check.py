@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import onnx
 
-from hatch_epcontext.config.genai import check_caches
+from hatch_epcontext.config.genai import check_caches, with_cache_sizes
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Advice, Kind, ModelError, Problem, Setting, merged
 from hatch_epcontext.graph import graph, refusals
@@ -59,6 +59,7 @@ def _check_model(model: Model) -> ModelFacts:
     own_outputs = tuple(map(graph.facts, onnx_model.graph.output))
     if wrong := [*check_caches(model, own_inputs)]:
         raise ModelError(*wrong)
+    model = with_cache_sizes(model, own_inputs)
     fix_constants(onnx_model, model)
     optional = tuple(value.name for value in graph.optional_inputs(onnx_model))
     fix_defaults(onnx_model)
