@@ -354,6 +354,16 @@ PRECISE: Mapping[RewriteName, Rewrite] = {
 """Those of `ALWAYS`, and then of `CORRECTIONS`, in the order in which they are applied."""
 
 
+_BESIDE: Mapping[RewriteName, frozenset[str]] = {
+    "hard-swish": frozenset({"HardSigmoid"}),
+    "log-sum-exp": frozenset({"Exp", "ReduceSum"}),
+    "mean": frozenset({"ReduceSum"}),
+    "scaled-square": frozenset({"ReduceMean"}),
+    "variance": frozenset({"ReduceMean"}),
+}
+"""The other operators of what some rewrites change."""
+
+
 def applicable(
     model: onnx.ModelProto, types: Types = MappingProxyType({})
 ) -> tuple[RewriteName, ...]:
@@ -378,14 +388,11 @@ def _may_apply(
     nodes: Mapping[str, Sequence[onnx.NodeProto]],
     scope: Scope,
 ) -> bool:
-    if name == "mean" and "ReduceSum" not in nodes:
-        # No sum is divided.
+    if not _BESIDE.get(name, frozenset()) <= nodes.keys():
         return False
     if name == "int64-outputs" and not _int64_outputs(scope.body):
         return False
     of_rewrite = (node for operator in rewrite.operators for node in nodes.get(operator, ()))
-    if name == "log-sum-exp" and not {"Exp", "ReduceSum"} <= nodes.keys():
-        return False
     if name == "pool-padding":
         return any(is_padded_unevenly(node, scope) for node in of_rewrite)
     if name not in integers.RULES:
