@@ -20,7 +20,7 @@ from typing import Literal
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.facts import Declined, NodeFacts
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_KERNELS, FOR_RANGES, RewriteName
 from hatch_epcontext.jobs.recipe import Nodes, Recipe, Record, Stop, Times
 from hatch_epcontext.providers import PROVIDERS, Provider
@@ -179,7 +179,14 @@ class Attempt:
         """
         if self.stop:
             return self.stop.nodes
-        return tuple(tuple(sorted(node.name for node in c.uncovered)) for c in self.coverages)
+        return tuple(tuple(sorted(self._changed_names(c.uncovered))) for c in self.coverages)
+
+    def _changed_names(self, nodes: Iterable[NodeFacts]) -> set[str]:
+        """The names of ``nodes``, and of those that corrections, which come last, have made them of."""
+        names = {node.name for node in nodes}
+        if self.recipe.corrections:
+            names |= {name.rpartition("/")[0] for name in names} - {""}
+        return names
 
     def recipe_with(self, kind: Literal["rewrite", "unroll"]) -> Recipe:
         """Its recipe with one more change of what the EP leaves or refuses.
@@ -521,7 +528,7 @@ STAGES = (
     Stage("restart", _is_wrong_in_kernels, _unfused),
     Stage("restart", _is_wrong_in_kernels, _only_unrolled),
     Stage("restart", _differs, _all_rewritten, rounds=_ROUNDS),
-    Stage("leave", _differs, _left, rounds=_ROUNDS),
+    Stage("leave", _differs, _left, rounds=2 * _ROUNDS),
 )
 """All ways to find a recipe, in order."""
 
