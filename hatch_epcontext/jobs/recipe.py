@@ -20,13 +20,15 @@ Nodes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a job's prepared models: rewriting, or unrolling.
+    """A change of a job's prepared models.
 
-    ``refused``: the nodes that the EP refuses in each model; None for all, if it compiled nothing.
+    ``nodes``: those to rewrite, to unroll, or to leave to the CPU in each model; None for all. ``names``: the
+    rewrites of a correction.
     """
 
-    kind: Literal["rewrite", "unroll"]
-    refused: tuple[Nodes, ...] | None
+    kind: Literal["rewrite", "unroll", "correct", "leave"]
+    nodes: tuple[Nodes, ...] | None = None
+    names: tuple[RewriteName, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,13 @@ class Recipe:
         simplified = f"simplified by {self.simplifier}" if self.simplifier != "none" else "as it is"
         return ", ".join(parts) or simplified
 
+    @property
+    def all_changes(self) -> tuple[Change, ...]:
+        """All changes of the prepared models, in order."""
+        corrections = (Change("correct", names=self.corrections),) if self.corrections else ()
+        left = (Change("leave", self.left),) if self.left else ()
+        return (*self.changes, *corrections, *left)
+
     def form_of(self, job: Job) -> Job:
         """``job`` as this recipe compiles and validates it."""
         return job.dequantized if self.dequantize else job
@@ -82,10 +91,10 @@ class Recipe:
         return next(filter(None, groups), frozenset())
 
     def with_change(
-        self, kind: Literal["rewrite", "unroll"], refused: tuple[Nodes, ...] | None
+        self, kind: Literal["rewrite", "unroll"], nodes: tuple[Nodes, ...] | None
     ) -> Recipe:
         """This recipe with one more `Change`."""
-        return dataclasses.replace(self, changes=(*self.changes, Change(kind, refused)))
+        return dataclasses.replace(self, changes=(*self.changes, Change(kind, nodes)))
 
     def with_corrections(self, names: tuple[RewriteName, ...]) -> Recipe:
         """This recipe with more rewrites for the EP's number format."""

@@ -13,18 +13,18 @@ from dataclasses import field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import AccidentError, BuildError, CrashError, LimitError, RefusedError
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.number_format import ALWAYS, RewriteName
+from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.jobs.artifact import Artifact, Source
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
-from hatch_epcontext.jobs.recipe import Change, Nodes, Recipe, Record, Stop, Times
+from hatch_epcontext.jobs.recipe import Change, Recipe, Record, Stop, Times
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.system import writing
 from hatch_epcontext.worker.results import Context, Nearness, Validated, ValidationStatus
@@ -42,20 +42,6 @@ T = TypeVar("T")
 
 _LONG = 3.0
 """Seconds of a run from which a build says how long it takes."""
-
-Corrections: TypeAlias = tuple[RewriteName, ...]
-"""The rewrites for accuracy of a recipe."""
-
-
-@dataclass(frozen=True)
-class Left:
-    """The names of nodes of a model that are left to the CPU."""
-
-    nodes: Nodes
-
-
-Edit: TypeAlias = Change | Corrections | Left
-"""What a recipe does with a prepared model."""
 
 _DEVICES: dict[str, threading.Lock] = {}
 """The locks of exclusive devices, by the names of their EPs, for all builds of this process."""
@@ -235,16 +221,11 @@ class Steps:
                 preparation = replace(prepared.preparation, rewrites=(_UNFUSED,))
                 prepared = replace(prepared, preparation=preparation)
             self._prepared[done] = prepared
-        edits: list[Edit] = [*recipe.changes]
-        if recipe.corrections:
-            edits.append(recipe.corrections)
-        if recipe.left:
-            edits.append(Left(recipe.left[index]))
-        for edit in edits:
-            done = (*done, edit)
+        for change in recipe.all_changes:
+            done = (*done, change)
             before, prepared = prepared, self._prepared.get(done)
             if prepared is None:
-                prepared = self._changed(job, index, before, edit, recipe, worker)
+                prepared = self._changed(job, index, before, change, recipe, worker)
                 self._prepared[done] = prepared
         return prepared
 
@@ -342,41 +323,38 @@ class Steps:
         job: Job,
         index: int,
         before: Prepared,
-        edit: Edit,
+        change: Change,
         recipe: Recipe,
         worker: Worker | Workers,
     ) -> Prepared:
-        """The model ``before`` after one ``edit`` of ``recipe``."""
+        """The model ``before`` after one ``change`` of ``recipe``."""
         from hatch_epcontext.worker.requests import RewriteRequest
 
-        change = edit if isinstance(edit, Change) else None
-        corrections = edit if isinstance(edit, tuple) else ()
-        uncovered = change.refused[index] if change and change.refused is not None else None
-        uncovered = edit.nodes if isinstance(edit, Left) else uncovered
-        unrolls = change is not None and change.kind == "unroll"
-        is_idle = unrolls and not before.unrolls
-        is_idle |= bool(corrections) and frozenset(corrections).isdisjoint(before.applicable)
-        if uncovered == () or is_idle:
-            kept = before.dropped if corrections else ()
-            return replace(before, changed=False, dropped=kept)
+        nodes = None if change.nodes is None else change.nodes[index]
+        unrolls, corrects = change.kind == "unroll", change.kind == "correct"
+        is_idle = (unrolls and not before.unrolls) or (
+            corrects and frozenset(change.names).isdisjoint(before.applicable)
+        )
+        if nodes == () or is_idle:
+            return replace(before, changed=False, dropped=before.dropped if corrects else ())
         model, folder = job.models[index], self.folder / str(next(self._numbers))
         settings = job.target.settings
         is_other = settings.changes_precision and before.preparation.precision
         request = RewriteRequest(
             model,
             before,
-            uncovered,
+            nodes,
             str(folder),
             simplify=recipe.simplifier != "none",
             tolerance=model.tolerance_for(job.target) if is_other else None,
             unroll_limit=settings.unroll_limit if unrolls else None,
-            corrections=corrections,
+            corrections=change.names,
             faults=job.target.provider.rewrites,
-            leaves=isinstance(edit, Left),
+            leaves=change.kind == "leave",
         )
         log = folder / "call"
         after = worker.call(request, log, location=job.location, step="preparation")
-        if corrections:
+        if corrects:
             after = replace(after, dropped=(*before.dropped, *after.dropped))
         return after
 

@@ -409,7 +409,7 @@ def test_a_change_gets_the_nodes_that_were_refused() -> None:
     ep = Ep({"plain": ("If", "Clip", "If"), "rewrite": CRASH, "rewrite rewrite": ()})
     ep.finish(search_for())
     changes = ep.compiled[-1].changes
-    assert [change.refused for change in changes] == [(("n0", "n1", "n2"),), None]
+    assert [change.nodes for change in changes] == [(("n0", "n1", "n2"),), None]
 
 
 @pytest.mark.parametrize("outcome", [NO, NOTHING])
@@ -419,7 +419,7 @@ def test_a_change_of_what_the_ep_names_is_one_of_all_if_that_does_not_help(
     named = replace(NO, nodes=(("n1",),))
     ep = Ep({"plain": named, "rewrite": outcome, "rewrite rewrite": ()})
     ep.finish(search_for())
-    refused = [[change.refused for change in attempt.changes] for attempt in ep.compiled]
+    refused = [[change.nodes for change in attempt.changes] for attempt in ep.compiled]
     assert refused[1] == [(("n1",),)]
     assert None in refused[2]
 
