@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import Kind, ModelError, Problem
@@ -26,7 +26,6 @@ from hatch_epcontext.files import FileRecord, file_sha256
 from hatch_epcontext.jobs.cache.store import (
     DamagedError,
     EntryKind,
-    Growing,
     Store,
     files_of,
     untrusted,
@@ -172,7 +171,8 @@ class Cache:
         only its record is read. An entry is used only if its record ``fits``. A shared cache is asked for
         what this machine lacks; with ``latest`` also for what others have added or replaced.
         """
-        own, reason = None, ""
+        own: Any = None
+        reason = ""
         if self._store is not None:
             try:
                 own = self._store.get(kind, key, type_, folder)
@@ -188,7 +188,7 @@ class Cache:
         if self.shared is not None and (record is None or latest):
             other = self.shared.get(kind, key, type_, folder)
             if other is not None and fits(other):
-                record = own.joined(other) if isinstance(own, Growing) else other
+                record = own.joined(other) if own is not None and kind == "searches" else other
                 if folder is not None or not files_of(record):
                     self.put(kind, key, record, folder, is_new=False)
         if record is None and folder is not None:

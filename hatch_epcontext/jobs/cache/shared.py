@@ -28,7 +28,7 @@ from hatch_epcontext.config.location import LAYOUT, REQUIREMENTS
 from hatch_epcontext.config.settings import BuildSettings
 from hatch_epcontext.files import FileRecord, is_regular, patiently, record_file, remove, temp_dir
 from hatch_epcontext.jobs.cache.signing import public_key, sign, verify
-from hatch_epcontext.jobs.cache.store import DamagedError, Growing, Store, files_of, read_record
+from hatch_epcontext.jobs.cache.store import DamagedError, Store, files_of, read_record
 from hatch_epcontext.jobs.requirements import pip_install
 from hatch_epcontext.serialize import to_json, value_sha256
 from hatch_epcontext.text import hide_credentials, hide_values, show_size
@@ -295,9 +295,9 @@ class SharedCache:
             shutil.rmtree(folder, ignore_errors=True)
         return None
 
-    def put(self, kind: str, key: str, record: object, folder: Path | None = None) -> None:
+    def put(self, kind: str, key: str, record: Any, folder: Path | None = None) -> None:
         """Send an entry with its files in ``folder``, if the build may write; a whole artifact stays."""
-        record = record.to_share() if isinstance(record, Growing) else record
+        record = record.to_share() if kind == "searches" else record
         files, text = files_of(record), to_json(record, indent=None)
         if not self._can_write or (files and folder is None):
             return
@@ -312,7 +312,7 @@ class SharedCache:
                     f"{PREFIX}SHARED_CACHE_KEY has no key of build.shared-cache-keys"
                 )
             other = self._other(kind, key, type(record))
-            if isinstance(record, Growing) and other is not None:
+            if kind == "searches" and other is not None:
                 record = record.joined(other)
             if other is None or (other != record and kind != "artifacts"):
                 for file in [folder / name for name in files] if folder else ():
@@ -334,7 +334,7 @@ class SharedCache:
     def _other(self, kind: str, key: str, type_: type[object]) -> object:
         """The record of an entry that is there with its files; None if there is none."""
         # To some others may add at any time.
-        if (kind, key) in self._known and not issubclass(type_, Growing):
+        if (kind, key) in self._known and kind != "searches":
             return self._known[kind, key]
         with contextlib.suppress(AbsentError, DamagedError):
             other = self._record(kind, key, type_)

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Literal, TypeVar, get_args
 
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.files import (
@@ -52,7 +52,7 @@ T = TypeVar("T")
 EntryKind = Literal["artifacts", "searches", "refs", "facts", "models", "cut", "index", "sent"]
 """What an entry is: the result of an attempt, the search of a job, the key of the latest artifact with some
 settings, the facts of a model, a model from elsewhere, a cut model, the hash of a file (see `build`), or the
-time when something was sent (see `shared`).
+time when something was sent (see `shared`). Only to searches each build may add something.
 """
 
 KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
@@ -71,17 +71,6 @@ _POLL_SECONDS = 0.1
 
 class DamagedError(ValueError):
     """Something in a cache is not what was written; the text is the reason."""
-
-
-@runtime_checkable
-class Growing(Protocol):
-    """A record to which each build may add something."""
-
-    def joined(self, other: Any) -> Any:
-        """This record, with what only the ``other`` one of the same entry has."""
-
-    def to_share(self) -> object:
-        """What other machines may use of it."""
 
 
 def read_record(text: str | bytes, type_: type[T]) -> T:
