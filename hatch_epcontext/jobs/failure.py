@@ -42,33 +42,16 @@ def failure(
     """Why none of the ``attempts`` of ``search`` wins: the disagreement nearest to the limits, the nodes that
     are left to the CPU, or the EP's refusal, in that order. ``jobs``: those of the build.
     """
-    compiled = [attempt for attempt in attempts if attempt.record is not None]
-    left = [attempt for attempt in attempts if attempt.recipe.left]
-    right = [a for a in left if search.validations_of(a) and not search.differences(a)]
-    differing = [attempt for attempt in compiled if search.differences(attempt) and not right]
+    leaving = [attempt for attempt in attempts if attempt.recipe.left]
+    agreeing = [a for a in leaving if search.validations_of(a) and not search.differences(a)]
+    differing = [] if agreeing else [a for a in attempts if search.differences(a)]
     if differing:
         cause = max(differing, key=lambda attempt: search.verdict(attempt).margin)
-        problems = search.differences(cause)
-        if any(
-            a.stop and a.stop.problems and a.stop.problems[0].kind is Kind.NOTHING_COMPILED
-            for a in left
-        ):
-            problems = tuple(_as_refusal(problem, job.target) for problem in problems)
-    elif covering := [attempt for attempt in compiled if attempt.may_ship]:
+        problems = _differences(job, search, cause, leaving)
+    elif covering := [attempt for attempt in attempts if attempt.may_ship]:
         # The best of all forms: it leaves the user least to solve.
-        cause = max(right or covering, key=lambda a: a.share)
-        declined = {
-            (reason.node, reason.operator, reason.rewrite): reason
-            for attempt in attempts
-            for reason in attempt.declined
-        }
-        form, contexts = cause.recipe.form_of(job), _contexts_of(cause, search)
-        problems = tuple(
-            problem
-            for model, context in zip(form.models, contexts, strict=True)
-            if (problem := low_coverage(context.coverage, form.target, model, [*declined.values()]))
-        )
-        problems = _with_lowest_limit(problems, form.target.place("min-coverage"), cause.share)
+        cause = max(agreeing or covering, key=lambda attempt: attempt.share)
+        problems = _low_coverages(job, search, cause, attempts)
     else:
         # Without dynamic quantization, if that was undone; or of the last simplifier, if none works.
         refused = [attempt for attempt in attempts if attempt.stopped_in == "compile"]
@@ -80,7 +63,7 @@ def failure(
         again = f"This was tried before ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
         first = replace(first, message=f"{first.message}\n{again}")
     first = replace(first, tried=search.notes(cause))
-    if not differing and not right:
+    if not differing and not agreeing:
         first = _with_unrolling(first, job, attempts)
     if _is_broken(job, cause, attempts):
         hint = (
@@ -93,10 +76,39 @@ def failure(
     return BuildError(first, *others)
 
 
-def _as_refusal(problem: Problem, target: Target) -> Problem:
-    """``problem`` of outputs that differ, where nothing is left that the EP computes right."""
-    message = f"{target.provider.ep} computes no node of the model right: {problem.message}"
-    return replace(problem, kind=Kind.NOTHING_COMPILED, message=message)
+def _differences(
+    job: Job, search: Search, cause: Attempt, leaving: Iterable[Attempt]
+) -> tuple[Problem, ...]:
+    """The outputs of ``cause`` that differ; ``leaving``: the attempts that leave nodes to the CPU."""
+    problems = search.differences(cause)
+    stops = (attempt.stop for attempt in leaving if attempt.stop)
+    if not any(p.kind is Kind.NOTHING_COMPILED for stop in stops for p in stop.problems[:1]):
+        return problems
+    # Nothing is left that the EP computes right.
+    what = f"{job.target.provider.ep} computes no node of the model right"
+    return tuple(
+        replace(p, kind=Kind.NOTHING_COMPILED, message=f"{what}: {p.message}") for p in problems
+    )
+
+
+def _low_coverages(
+    job: Job, search: Search, cause: Attempt, attempts: Iterable[Attempt]
+) -> tuple[Problem, ...]:
+    """The models of which ``cause`` leaves too much to the CPU, with what all ``attempts`` know of it."""
+    declined = {
+        (reason.node, reason.operator, reason.rewrite): reason
+        for attempt in attempts
+        for reason in attempt.declined
+    }
+    form, contexts = cause.recipe.form_of(job), _contexts_of(cause, search)
+    # One value at the key, that all models keep.
+    key = form.target.place("min-coverage")
+    limit = Setting(key, math.floor(100 * cause.share) / 100)
+    return tuple(
+        replace(p, settings=tuple(limit if s.key == key else s for s in p.settings))
+        for model, context in zip(form.models, contexts, strict=True)
+        if (p := low_coverage(context.coverage, form.target, model, [*declined.values()]))
+    )
 
 
 def _contexts_of(attempt: Attempt, search: Search) -> Iterator[Context]:
@@ -128,15 +140,6 @@ def _is_broken(job: Job, cause: Attempt, tried: Iterable[Attempt]) -> bool:
     has_simplifiers = job.target.settings.optimization != "none"
     is_plain = cause.stopped_in == "compile" and cause.recipe.simplifier == "none"
     return is_broken and has_simplifiers and is_plain
-
-
-def _with_lowest_limit(problems: Sequence[Problem], key: Key, share: float) -> tuple[Problem, ...]:
-    """``problems`` with one value at ``key``, that all models keep: the ``share`` of the least covered."""
-    limit = Setting(key, math.floor(100 * share) / 100)
-    return tuple(
-        replace(p, settings=tuple(limit if s.key == key else s for s in p.settings))
-        for p in problems
-    )
 
 
 def _with_unrolling(problem: Problem, job: Job, tried: Iterable[Attempt]) -> Problem:
@@ -196,20 +199,19 @@ def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
     first, *others = attempt.stop.problems if attempt.stop else ()
     # Those of a folder of onnxruntime-genai are its own.
     has_sizes = all((model.dims or model.shapes) and not model.genai for model in job.models)
-    if attempt.stopped_in == "compile" and has_sizes and not job.target.settings.static_shapes:
+    settings = job.target.settings
+    if attempt.stopped_in == "compile" and has_sizes and not settings.static_shapes:
         # Only the user knows whether the model may have fixed sizes.
         cause = (
             "The target leaves dimensions open; the EP may compile the model with the configured sizes (not "
             "tried)."
         )
         fixed = Setting(job.target.place("static-shapes"), True)
-        settings = (*first.settings, fixed)
-        first = replace(first, causes=(*first.causes, cause), settings=settings)
-    form = job.target.settings
+        first = replace(first, causes=(*first.causes, cause), settings=(*first.settings, fixed))
     quantized = attempt.stop.quantized if attempt.stop else None
     if quantized == "QOperator":
         first = replace(first, causes=(*first.causes, f"Or {_as_clause(_QDQ)}"))
-    if quantized == "QDQ" and form.dequantize != "all" and not form.quantize:
+    if quantized == "QDQ" and settings.dequantize != "all" and not settings.quantize:
         cause = "Or undo the quantization, which makes the model larger (not tried)."
         floats = Setting(job.target.place("dequantize"), "all")
         first = replace(first, causes=(*first.causes, cause), settings=(floats, *first.settings))
