@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,15 @@ from hatch_epcontext.jobs.requirements import (
     owners,
 )
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
+from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import file_name, quoted_key, to_toml
-from hatch_epcontext.tools.environment import TIMEOUT, ProviderState, provider_states, versions
+from hatch_epcontext.tools.environment import (
+    TIMEOUT,
+    ProviderState,
+    describe_machine,
+    provider_states,
+    versions,
+)
 from hatch_epcontext.worker.requests import DevicesRequest, EpDevice
 
 
@@ -43,20 +51,31 @@ from hatch_epcontext.worker.requests import DevicesRequest, EpDevice
     help="Instead: show what this library of a plugin EP offers. A file, or a package with "
     "get_library_path().",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print this machine as JSON.")
 @click.pass_context
-def command(ctx: click.Context, library: str | None) -> None:
+def command(ctx: click.Context, library: str | None, as_json: bool) -> None:
     """Show what this environment can compile for.
 
     Shows ONNX Runtime, and the EPs with their devices or the reason for none. The exit code is 1 if there are
     problems.
 
+    With --json it prints the whole machine, for CI or to compare it with another: the system, Python, the
+    packages with their versions, each provider's devices with all that ONNX Runtime knows of them, and the
+    problems.
+
     With --library it lists the devices of any plugin EP, and prints the targets for pyproject.toml that use
     them.
     """
+    if library is not None and as_json:
+        raise click.UsageError("--json describes this machine, and not a library.")
     if library is None:
         states = provider_states()
-        _show(states)
         problems = _problems(states)
+        if as_json:
+            machine = to_plain(describe_machine(states, problems))
+            click.echo(json.dumps(machine, indent=2))
+            ctx.exit(1 if problems else 0)
+        _show(states)
         if problems:
             echo("problems:")
         for problem in problems:
@@ -86,12 +105,12 @@ def _show(states: Iterable[ProviderState]) -> None:
     for state in states:
         package = f" ({state.package})" if state.package else ""
         echo(f"  {state.provider}{package}")
-        for line in state.devices or (state.reason or "").splitlines():
+        texts = [device.text for device in state.devices]
+        for line in texts or (state.reason or "").splitlines():
             echo(f"    {line}")
-        provider = PROVIDERS[state.provider]
-        is_simulated = provider.simulator and provider.runs_on(sys.platform, platform.machine())
-        if state.devices and not state.reason and is_simulated:
-            echo(f"    compiles for {provider.title}; a simulator runs the results here")
+        if state.simulated and not state.reason:
+            title = PROVIDERS[state.provider].title
+            echo(f"    compiles for {title}; a simulator runs the results here")
 
 
 def _problems(states: Iterable[ProviderState]) -> list[Problem]:

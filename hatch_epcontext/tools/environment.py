@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hatch_epcontext.errors import BuildError
+from packaging.requirements import Requirement
+
+import hatch_epcontext
+from hatch_epcontext.errors import BuildError, Problem
 from hatch_epcontext.files import temp_dir
+from hatch_epcontext.jobs.artifact import GENERATOR
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.requirements import installed
+from hatch_epcontext.jobs.requirements import TOOLS, installed
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
-from hatch_epcontext.worker.requests import Devices, DevicesRequest
+from hatch_epcontext.worker.requests import Devices, DevicesRequest, EpDevice
 
 TIMEOUT = 120.0
 """Seconds for loading one EP's library."""
@@ -21,16 +27,56 @@ _NAMED = "The configuration names its library: epcontext doctor --library PATH s
 
 @dataclass(frozen=True)
 class ProviderState:
-    """A provider in this environment.
+    """A provider in this environment, of which ``ep`` is ONNX Runtime's name.
 
+    ``simulated``: a simulator runs what is compiled, so its devices are no hardware.
     ``package``: the installed distribution that contains it, with its version; ``reason``: why there
     are no ``devices``, or why it cannot compile although there are some.
     """
 
     provider: str
+    ep: str
     package: str | None
-    devices: tuple[str, ...] = ()
+    devices: tuple[EpDevice, ...] = ()
     reason: str | None = None
+    simulated: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine, as `doctor --json` writes it: ``platform`` is Python's ``sys.platform``.
+
+    ``packages``: the installed distributions of ONNX Runtime, EPs and tools, with their versions.
+    """
+
+    generator: str
+    platform: str
+    machine: str
+    system: str
+    python: str
+    packages: Mapping[str, str]
+    providers: tuple[ProviderState, ...]
+    problems: tuple[Mapping[str, str | None], ...]
+
+
+def describe_machine(states: Iterable[ProviderState], problems: Iterable[Problem]) -> Machine:
+    """This machine with the providers in ``states``."""
+    states = tuple(states)
+    names = [state.package.partition(" ")[0] for state in states if state.package]
+    tools = (Requirement(tool).name for tool in TOOLS)
+    return Machine(
+        f"{GENERATOR} {hatch_epcontext.__version__}",
+        sys.platform,
+        platform.machine(),
+        platform.platform(),
+        platform.python_version(),
+        versions((*DISTRIBUTIONS, *names, *tools)),
+        states,
+        tuple(
+            {"id": p.kind.id, "location": p.location, "message": p.message, "hint": p.hint}
+            for p in problems
+        ),
+    )
 
 
 def provider_states() -> list[ProviderState]:
@@ -66,13 +112,14 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 
 def _state(provider: Provider, package: str | None, devices: Devices | None) -> ProviderState:
     if provider.needs_library:
-        return ProviderState(provider.name, None, reason=_NAMED)
+        return ProviderState(provider.name, provider.ep, None, reason=_NAMED)
     if devices is None:
         needed = " and ".join(provider.requirements or (provider.distributions[0],))
         reason = f"{needed} is not installed."
-        return ProviderState(provider.name, None, reason=reason)
-    texts = tuple(device.text for device in devices.devices)
-    return ProviderState(provider.name, package, texts, devices.reason)
+        return ProviderState(provider.name, provider.ep, None, reason=reason)
+    is_simulated = bool(provider.simulator) and provider.runs_on(sys.platform, platform.machine())
+    own = provider.name, provider.ep, package, devices.devices, devices.reason
+    return ProviderState(*own, bool(devices.devices) and is_simulated)
 
 
 def _package(provider: Provider) -> str | None:

@@ -326,11 +326,18 @@ class SuggestRequest(WorkerRequest[SuggestReply], action="suggest"):
 
 @dataclass(frozen=True)
 class EpDevice:
-    """A device that ``ep`` offers. ``kind``: ``"cpu"``, ``"gpu"`` or ``"npu"``; ``text``: its metadata."""
+    """A device that ``ep`` offers. ``kind``: ``"cpu"``, ``"gpu"`` or ``"npu"``; ``text``: a description.
+
+    ``vendor`` and ``metadata`` are those of the hardware and the EP; ``hardware``: the numbers
+    of the vendor and the device on PCI, or 0.
+    """
 
     ep: str
     kind: str
     text: str
+    vendor: str = ""
+    hardware: tuple[int, int] = (0, 0)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

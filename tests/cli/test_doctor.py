@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -24,8 +25,18 @@ def test_every_provider_has_devices_or_a_reason_for_none(
 ) -> None:
     assert list(states) == list(PROVIDERS)
     assert all(state.devices or state.reason for state in states.values())
-    assert states["cpu"].devices == ("CPUExecutionProvider loads",)
+    assert [device.text for device in states["cpu"].devices] == ["CPUExecutionProvider loads"]
     assert states["vitisai"].reason == "onnxruntime-vitisai is not installed."
+    machine = json.loads(cli("doctor", "--json").stdout)
+    assert (machine["platform"], machine["problems"]) == (sys.platform, [])
+    assert machine["packages"].keys() >= {"onnxruntime", "onnx", "numpy"}
+    described = {state["provider"]: state for state in machine["providers"]}
+    assert list(described) == list(PROVIDERS)
+    assert described["cpu"]["devices"][0]["ep"] == "CPUExecutionProvider"
+    for state in machine["providers"]:
+        for device in state["devices"]:
+            assert "library_path" not in device["metadata"]
+    cli("doctor", "--json", "--library", "x", code=2)
     printed = cli("doctor").stdout
     assert re.search(r"^ONNX Runtime: onnxruntime [\d.]+$", printed, re.MULTILINE)
     assert re.search(r"^tools: onnx \S+, onnxslim \S+, numpy \S+$", printed, re.MULTILINE)

@@ -58,7 +58,20 @@ def _list_devices(provider: Provider) -> Devices:
 
 def _offered(devices: Iterable[Any]) -> tuple[EpDevice, ...]:
     return tuple(
-        EpDevice(device.ep_name, device.device.type.name.lower(), describe_device(device))
+        EpDevice(
+            device.ep_name,
+            device.device.type.name.lower(),
+            describe_device(device),
+            device.device.vendor,
+            (device.device.vendor_id, device.device.device_id),
+            # Where the library is says nothing of the machine, but who uses it.
+            {
+                name: value
+                for facts in (device.device.metadata, device.ep_metadata)
+                for name, value in facts.items()
+                if name != "library_path"
+            },
+        )
         for device in devices
     )
 
