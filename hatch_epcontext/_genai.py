@@ -88,13 +88,14 @@ def genai_folder(
         root, is_source = variant.package.root, variant.target == loader.SOURCE
         # In an editable install the source is the project's own.
         is_plain = variant.about.get("product") == loader.SOURCE
-        folder = root / variant.folder if is_plain else root / name
+        home = variant.component if is_plain else variant.folder.partition("/")[0]
+        folder = root / variant.folder if is_plain else root / home
         if variant.problem is None and not (folder / _CONFIG).is_file():
             raise loader.LoadError(f"{name!r} is no language model of {root}")
         try:
             if variant.problem is not None:
                 raise variant.problem  # noqa: TRY301
-            overlay = json.loads((root / name / variant.target / _OVERLAY).read_bytes())
+            overlay = json.loads((root / home / variant.target / _OVERLAY).read_bytes())
             if not is_source:
                 _register_ep(loader.Opener(variant, request), overlay)
         except (ImportError, loader.SkipTargetError) as error:

@@ -177,7 +177,9 @@ def write_models(root: Path, table: dict[str, Any]) -> None:
         inputs = [target.get("quantize", {}).get("inputs") for target in tables]
         inputs.append(validate.get("inputs") if isinstance(validate, dict) else None)
         if "context-length" in model:
-            make_folder(root / model["path"], context_length=model["context-length"])
+            own = [target["path"] for target in tables if "path" in target]
+            for name in (model["path"], *own):
+                make_folder(root / name, context_length=model["context-length"])
             continue
         for name in filter(None, (model.get("path"), *inputs)):
             (root / name).parent.mkdir(parents=True, exist_ok=True)

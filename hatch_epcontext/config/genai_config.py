@@ -104,7 +104,8 @@ class Genai:
     ``config``: what the folder says of it. ``beside``: the other files of the folder, by their paths in it.
     ``context_length``: the most tokens of a prompt and its answer; None for the folder's own. ``chunk``: the
     most tokens of a prompt at once, for EPs with fixed sizes. ``filler``: the token that fills the rest of a
-    chunk, None where nothing has chunks. ``stage``: the name of the stage of genai's pipeline, if the model
+    chunk, None where nothing has chunks. ``app_name``: the name for apps, if the model has several folders,
+    each for some targets. ``stage``: the name of the stage of genai's pipeline, if the model
     is no more than that.
     """
 
@@ -113,6 +114,7 @@ class Genai:
     context_length: int | None = None
     chunk: int = 64
     filler: int | None = None
+    app_name: str = ""
     stage: str = ""
 
     @property

@@ -42,7 +42,7 @@ from hatch_epcontext.files import mentions
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.providers import Profile, Provider
-from hatch_epcontext.shipped import SOURCE
+from hatch_epcontext.shipped import CPU_EP, SOURCE
 from hatch_epcontext.text import listing, show, suggestion, toml_key
 
 _OPTIONS = ("provider_options", "session_options", "load_options")
@@ -72,8 +72,9 @@ class Resolver:
             yield from self._check_names(names, location)
         models: list[tuple[Model, ModelTable]] = []
         for index, item in enumerate(self._table.models):
-            for key, table, path in (yield from self._model_files(Key(("models", index)), item)):
-                models.append((yield from self._model(key, table, path)))
+            for files in (yield from self._model_files(Key(("models", index)), item)):
+                for key, table, path, name in (yield from self._folders(*files)):
+                    models.append((yield from self._model(key, table, path, name)))
         # The whole configuration is right or wrong, whatever is selected.
         yield from _check_model_names([size for model in models for size in expand(*model)])
         return [size for model, table in models for size in expand(self._selected(model), table)]
@@ -101,6 +102,44 @@ class Resolver:
             (dataclasses.replace(key, model=self._relative(path)), ModelTable(path=item), path)
             for path in paths
         ]
+
+    def _folders(
+        self, key: Key, table: ModelTable, path: Path
+    ) -> Diagnosed[list[tuple[Key, ModelTable, Path, str]]]:
+        """A model, and those of its targets with other folders, with the name for apps of these."""
+        changes = table.targets if isinstance(table.targets, Mapping) else {}
+        named = {name: change.path for name, change in changes.items() if change and change.path}
+        others: dict[Path, list[str]] = {}
+        for target, text in named.items():
+            place = key / "targets" / target / "path"
+            folder = yield from self._finder.file(place, text, "model")
+            if folder is None or self._finder.pending:
+                continue
+            if not (is_genai_folder(folder) and is_genai_folder(path)):
+                message = "is for a folder of onnxruntime-genai, in place of another one."
+                yield Problem.at(place, Kind.NOT_APPLICABLE, message, "Remove it.")
+            elif folder != path:
+                others.setdefault(folder, []).append(target)
+        if not named:
+            return [(key, table, path, "")]
+        name, left_out = table.name or path.name, [n for names in others.values() for n in names]
+        own = {n: dataclasses.replace(change, path="") for n, change in changes.items() if change}
+        targets: dict[str, Any] = {**changes, **own, **dict.fromkeys(left_out, False)}
+        # The plain folder on the CPU is that of its target.
+        cpus = {n for n in left_out if (t := self._targets.get(n)) and t.provider.ep == CPU_EP}
+        main = dataclasses.replace(table, targets=targets)
+        models = [(key, dataclasses.replace(main, fallback="none") if cpus else main, path, "")]
+        for folder, names in others.items():
+            targets = dict.fromkeys(self._targets, False)
+            other = dataclasses.replace(
+                table,
+                name=f"{name}.{names[0]}",
+                targets=targets | {n: own[n] for n in names},
+                fallback="none" if cpus.isdisjoint(names) else table.fallback,
+            )
+            where = dataclasses.replace(key, model=self._relative(folder))
+            models.append((where, other, folder, name))
+        return models
 
     def _path_in_cache(self, key: Key, table: ModelTable) -> Diagnosed[Path]:
         """The path of a model from elsewhere in the user's cache."""
@@ -143,6 +182,9 @@ class Resolver:
         for name, table in self._table.targets.items():
             key = keys[name]
             targets[name] = target = yield from self._target(name, key, table)
+            if table.path:
+                message = "is for a target in a model's table, where it names the model's folder."
+                yield Problem.at(key / "path", Kind.NOT_APPLICABLE, message, "Move it there.")
             if target is not None:
                 # No model may use it.
                 yield from self._resolve(target, _TargetKeys(key, key, TargetTable()))
@@ -167,12 +209,15 @@ class Resolver:
                 yield Problem(Kind.UNKNOWN_TARGET, str(location), message, hint, key)
 
     def _model(
-        self, key: Key, table: ModelTable, path: Path
+        self, key: Key, table: ModelTable, path: Path, app_name: str
     ) -> Diagnosed[tuple[Model, ModelTable]]:
-        """The model, and its table with what follows from its folder."""
+        """The model, and its table with what follows from its folder.
+
+        ``app_name``: how apps call it, if it is one of several folders.
+        """
         is_folder, genai = is_genai_folder(path), None
         name = table.name or (path.name if is_folder else path.stem)
-        if table.name is not None or not is_glob(name):
+        if not app_name and (table.name is not None or not is_glob(name)):
             yield from check_name(key / "name", name)
         yield from check_model(key, table)
         fallback = table.fallback or self._table.fallback
@@ -180,6 +225,7 @@ class Resolver:
             # What others lack is no fault of this build.
             selected = {n: t if self._is_selected(n) else None for n, t in self._targets.items()}
             path, table, genai = yield from read_folder(key, table, path, selected)
+            genai = genai and dataclasses.replace(genai, app_name=app_name)
             fallback = "source" if fallback == "auto" else fallback
         else:
             yield from self._check_single(key, table, path)

@@ -276,6 +276,12 @@ class TargetTable:
         "",
         required=True,
     )
+    path: str = declare(
+        "Only in a model's table: the folder of a language model for this target, in place of the model's "
+        "own: see `docs/language-models.md#a-folder-for-each-target`.",
+        "",
+        when_missing="the model's own",
+    )
     provider_options: Options = declare(
         "Options of the execution provider, listed in `docs/providers.md`: checked by name and "
         "value.",

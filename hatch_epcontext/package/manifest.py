@@ -276,7 +276,7 @@ def _about(
     members = model.shape_set.members if model.shape_set else ()
     validated = (job.validated.get(model.name) for job in built)
     return ComponentMetadata(
-        model.configured_name,
+        (model.genai and model.genai.app_name) or model.configured_name,
         source.identity,
         facts.inputs,
         facts.outputs,

@@ -479,3 +479,27 @@ def test_caches_have_the_sizes_of_the_model_s_inputs(project: Path, folder: Path
     fitting = genai.with_cache_sizes(model, facts).shapes
     caches = {f"past_key_values.0.{kind}": (1, 2, 8, 32) for kind in kinds}
     assert fitting == {"input_ids": (1, 4), "attention_mask": (1, 12), **caches}
+
+
+def test_a_target_may_have_a_folder_of_its_own(project: Path, folder: Path) -> None:
+    other = make_folder(project / "models" / "other", pad_token_id=2)
+    own = '{ path = "models/other" }'
+    toml = LLAMA.replace(" }", f", targets = {{ npu = {own}, cpu = {own} }} }}")
+    main, chunk, token, plain = read(project, toml + RTX + NPU + CPU).models
+    facts = [(m.name, m.path.parent, [t.name for t in m.targets]) for m in (main, chunk, plain)]
+    assert facts == [
+        ("llama", folder, ["rtx"]),
+        ("llama.npu.64", other, ["npu"]),
+        ("llama.npu", other, ["cpu"]),
+    ]
+    # The plain folder is that of the CPU's target.
+    assert (main.fallback, token.fallback, plain.fallback) == ("none", "none", "source")
+    assert {m.genai.app_name for m in (chunk, token, plain) if m.genai} == {"llama"}
+
+
+def test_a_folder_of_a_target_is_one_in_a_model_s_table(project: Path, folder: Path) -> None:
+    top = CPU + 'targets.npu = { path = "models/llama", provider = "qnn", chip = "x1e80100" }\n'
+    assert "targets.npu.path" in problems(project, 'models = ["models/a.onnx"]\n' + top)
+    file = LLAMA.replace(" }", ', targets.cpu.path = "models/a.onnx" }')
+    message = "is for a folder of onnxruntime-genai, in place of another one"
+    assert_one_problem(project, file + CPU, "models[0].targets.cpu.path", message)

@@ -52,6 +52,21 @@ def test_what_fills_a_chunk_leaves_the_configured_length(tmp_path: Path) -> None
     assert chosen._replace(overlay=json.dumps(overlay)).max_length == 129
 
 
+def test_one_name_has_a_folder_for_each_target(project: Path, tmp_path: Path) -> None:
+    for name in ("llama", "other"):
+        make_folder(project / "models" / name)
+    toml = """
+        models = [{ path = "models/llama", targets.cpu.path = "models/other" }]
+        targets.rtx = { provider = "tensorrt-rtx", chip = "rtx-40" }
+        targets.cpu.provider = "cpu"
+    """
+    package = bundle(compiled(configured(project, toml), tmp_path / "a"), tmp_path, {}).folder
+    chosen = _genai.genai_folder("llama", package=package)
+    assert (Path(chosen.folder), chosen.target) == (package / "llama.cpu", "source")
+    with pytest.raises(loader.LoadError, match=r"\n  rtx: skipped"):
+        _genai.genai_folder("llama", target="rtx", package=package)
+
+
 def test_another_model_is_an_error(package: Path) -> None:
     with pytest.raises(loader.LoadError, match="'a' is no language model of "):
         _genai.genai_folder("a", package=package)
