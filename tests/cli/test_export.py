@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import pytest
 
 from tests.cli.conftest import Cli, build_wheel, problems
@@ -14,6 +16,30 @@ from tests.models import network, save
 
 def files(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def open_by_onnx_runtime(package: Path) -> None:
+    """ONNX Runtime's own Python reads all of it, selects a variant for the CPU, and runs it."""
+    context = onnxruntime.ModelPackageContext(str(package))
+    assert context.get_component_names() == ["a", "b"]
+    assert context.get_variant_names("a") == ["one", "two"]
+    options = onnxruntime.ModelPackageOptions(onnxruntime.SessionOptions())
+    component = context.select_component("a", options)
+    assert component.get_selected_variant_name() == "one"
+    feeds = {"x": np.random.default_rng(0).standard_normal((1, 1, 8, 8)).astype(np.float32)}
+    (outputs,) = component.create_session().run(None, feeds)
+    file = package / "a" / "one" / "a_optimized.onnx"
+    expected = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(outputs, expected.run(None, feeds)[0], atol=1e-6)
+    opened = onnxruntime.ModelPackage.open(str(package))
+    info = opened.get_info()
+    assert (info["schema_version_major"], info["layout"]) == (1, "portable")
+    manifest = json.loads((package / "manifest.json").read_bytes())
+    read = {name: json.loads(opened.get_component_json(name)) for name in ("a", "b")}
+    assert {name: body["variants"].keys() for name, body in read.items()} == {
+        name: body["variants"].keys() for name, body in manifest["components"].items()
+    }
+    opened.close()
 
 
 def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
@@ -38,6 +64,8 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=app_project, capture_output=True, text=True, check=True)
     assert done.stdout == "one\n"
+    if hasattr(onnxruntime, "ModelPackageContext"):
+        open_by_onnx_runtime(out)
     inspected = cli("inspect", out, "--verify").stdout
     assert inspected.endswith("verified: 8 files\n")
     # As the manifest records them.
