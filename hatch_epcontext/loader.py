@@ -173,7 +173,11 @@ def _resolve_request(
     if device not in (None, *get_args(Device)):
         where = "EPCONTEXT_DEVICE" if forced else "device"
         raise LoadError(f"{where} must be one of {get_args(Device)}, not {device!r}")
-    _use_once(request.session_options)
+    if not callable(own := request.session_options) and own is not None:
+        if own in _used_options:
+            # The execution provider of an earlier session would open no second one.
+            raise LoadError("session_options were used before: pass a function that creates them")
+        _used_options.add(own)
     shapes = {name: tuple(map(operator.index, shape)) for name, shape in shapes.items()}
     options = request.provider_options or {}
     request = request._replace(device=device, shapes=shapes, provider_options=options)
@@ -184,15 +188,6 @@ def _resolve_request(
         else:
             log("warning", f"{name} has no target {override!r} (EPCONTEXT_TARGET)")
     return _list_candidates(read, name, request), request
-
-
-def _use_once(session_options: SessionOptions | Callable[[], SessionOptions] | None) -> None:
-    """Raise LoadError for options of an earlier session: its execution provider would open no second one."""
-    if session_options is None or callable(session_options):
-        return
-    if session_options in _used_options:
-        raise LoadError("session_options were used before: pass a function that creates them")
-    _used_options.add(session_options)
 
 
 def _typed_as(_: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
