@@ -806,6 +806,8 @@ class Opener:
             kinds = ", ".join(sorted({device.device.type.name.lower() for device in offered}))
             only = f", only {kinds}" if kinds else " on this machine"
             accepts = " (device='any' accepts it)" if is_simulated else ""
+            if offered and not is_simulated:
+                accepts = " (no simulator opens it: it shares weights, or is for several chips)"
             what = "device" if needed == "any" else needed
             # The manifest says which EPs can be asked.
             reasons, asked = [], importlib.import_module("onnxruntime.capi._pybind_state")

@@ -82,7 +82,9 @@ def read_folder(
         filler = yield from _filler(key, folder, config)
     main, *_ = config.files.values()
     beside = tuple(name for name in files if name != main)
-    genai = Genai(config, beside, table.context_length, table.chunk, filler)
+    genai = Genai(
+        config, beside, table.context_length, table.chunk, filler, table.share_weights is None
+    )
     return folder / main, dataclasses.replace(table, targets=changed), genai
 
 
@@ -273,7 +275,7 @@ def stages(model: Model) -> tuple[Model, ...]:
         "companion_modules": in_stages,
         "fallback": "none",
         "shape_set": ShapeSet(model.name, (), tuple(target.name for target in model.targets)),
-        "share_weights": f"{model.name}.shared" if len(genai.stages) > 1 else None,
+        "share_weights": genai.shared(model.name),
     }
     models = []
     for name in genai.stages:
@@ -302,7 +304,7 @@ def check_targets(model: Model) -> Iterator[Problem]:
         hint = "Name one companion in them and in fallback = { companion = ... }, or none."
         yield Problem.at(model.key, Kind.INVALID_COMPANION, message, hint)
     fixed = [target for target in model.compiled_targets if target.settings.static_shapes]
-    for target in fixed if len(model.genai.stages) > 1 else ():
+    for target in fixed if model.genai.shared(model.name) else ():
         if len(target.provider.per_chip(target.settings.provider_options)) > 1:
             message = (
                 "names several chips, and the stages of a language model share weights, which "

@@ -104,9 +104,9 @@ class Genai:
     ``config``: what the folder says of it. ``beside``: the other files of the folder, by their paths in it.
     ``context_length``: the most tokens of a prompt and its answer; None for the folder's own. ``chunk``: the
     most tokens of a prompt at once, for EPs with fixed sizes. ``filler``: the token that fills the rest of a
-    chunk, None where nothing has chunks. ``app_name``: the name for apps, if the model has several folders,
-    each for some targets. ``stage``: the name of the stage of genai's pipeline, if the model
-    is no more than that.
+    chunk, None where nothing has chunks. ``shares``: whether stages share weights. ``app_name``: the name
+    for apps, if the model has several folders, each for some targets. ``stage``: the name of the stage of
+    genai's pipeline, if the model is no more than that.
     """
 
     config: GenaiConfig
@@ -114,6 +114,7 @@ class Genai:
     context_length: int | None = None
     chunk: int = 64
     filler: int | None = None
+    shares: bool = True
     app_name: str = ""
     stage: str = ""
 
@@ -137,6 +138,10 @@ class Genai:
         prompt and for one token.
         """
         return self.config.cached or (str(self.chunk), "1")
+
+    def shared(self, name: str) -> str | None:
+        """The name of the group of the stages of the model ``name``, if they share weights."""
+        return f"{name}.shared" if self.shares and len(self.stages) > 1 else None
 
     @property
     def plain_overlay(self) -> dict[str, dict[str, Any]]:

@@ -240,7 +240,7 @@ class Resolver:
             constants=table.constants,
             validate=validate,
             targets=targets,
-            share_weights=table.share_weights,
+            share_weights=table.share_weights or None,
             fallback="source" if isinstance(fallback, FallbackTable) else fallback,
             companion=companion,
             cut=Cut(table.cut.inputs, table.cut.outputs) if table.cut else Cut(),
@@ -287,7 +287,7 @@ class Resolver:
             if changed := (yield from self._changed(target, keys)):
                 named.append(changed)
                 targets.append((yield from self._resolve(changed, keys)))
-        if table.share_weights is not None and named:
+        if table.share_weights and named:
             yield from check_sharing(key / "share-weights", named)
         return tuple(targets)
 

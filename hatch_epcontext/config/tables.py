@@ -475,8 +475,9 @@ class ModelTable:
     fallback: Fallback | FallbackTable | None = declare(
         "As `fallback` of the root, for this model.", when_missing="that of the root"
     )
-    share_weights: str | None = declare(
-        "The name of a group that shares one sidecar: see `docs/targets.md#models-that-share-weights`."
+    share_weights: str | Literal[False] | None = declare(
+        "The name of a group that shares one sidecar: see `docs/targets.md#models-that-share-weights`. For a "
+        "language model `false`: its stages share none, and a simulator opens them."
     )
     dims: Dims | tuple[Dims, ...] = declare(
         "Sizes of open dimensions, by name; or a list of such tables: see `docs/shapes.md`.",

@@ -100,10 +100,8 @@ def test_stages_for_an_npu_give_the_same_tokens_as_the_cpu(folder: Path, tmp_pat
     # The end of a turn, which prompts have, cannot fill chunks.
     make_folder(folder, pad_token_id=2)
     project = make_project(tmp_path / "project", TOML + NPU)
-    config = configured(project, TOML + NPU)
     # Only a device opens contexts that share weights.
-    alone = [dataclasses.replace(model, share_weights=None) for model in config.models]
-    config = dataclasses.replace(config, models=tuple(alone))
+    config = configured(project, TOML.replace(" }", ", share-weights = false }") + NPU)
     package = tmp_path / "site" / "my_app" / "epcontext"
     package.parent.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
