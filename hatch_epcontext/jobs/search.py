@@ -210,6 +210,8 @@ class Attempt:
                     result = f"{result}, {-verdict.margin:.0f} dB beyond the limits"
             elif verdict is not None and math.isfinite(verdict.margin):
                 result = f"{result}, {verdict.margin:.0f} dB above the limits"
+                if verdict.status == "beaten":
+                    result = f"{result}, no nearer than another recipe: not all samples were run"
         elif stop.step == "change":
             yield from self.dropped
             reasons = Counter((d.rewrite, d.operator, d.reason) for d in self.declined)

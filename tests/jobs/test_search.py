@@ -468,6 +468,17 @@ def test_validation_gets_what_is_to_beat_of_what_may_be_shipped() -> None:
     assert partial.to_beat == [None]
 
 
+def test_what_is_beaten_is_not_shipped_and_noted() -> None:
+    ep = Ep({"plain": (), "ranges": ()}, {"plain": sensitive(3), "ranges": sensitive(4)})
+    search = ep.finish(search_for())
+    first, second = (attempt for attempt in search.attempts if attempt.record)
+    beaten = {"": Validated(sensitive(4), beaten=True)}
+    search = replace(search.adding(replace(second, validations=beaten)), winners={})
+    assert next_recipe(search) == Won(first)
+    note = "no nearer than another recipe: not all samples were run"
+    assert any(note in line for line in search.notes(first))
+
+
 @pytest.mark.parametrize(
     ("first", "seconds", "tried"),
     [
