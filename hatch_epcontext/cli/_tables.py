@@ -52,8 +52,15 @@ def tables_options(command: Command) -> Command:
 def new_targets(
     pyproject: Pyproject, providers: tuple[str, ...], target: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """The keys of each new target of the project, ``target``, by its provider; none if it has targets."""
-    return {} if pyproject.table is not None else dict.fromkeys(providers or _usable(), target)
+    """The keys of each new target of the project, ``target``, by its provider; none if it has targets.
+
+    Of several providers only those that have chips with names get a chip.
+    """
+    if pyproject.table is not None:
+        return {}
+    names = providers or tuple(_usable())
+    without = {key: value for key, value in target.items() if key != "chip"}
+    return {name: target if len(names) == 1 or PROVIDERS[name].chips else without for name in names}
 
 
 def add_tables(

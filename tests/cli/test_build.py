@@ -30,6 +30,14 @@ def test_a_dry_run_compiles_nothing(cli: Cli, app_project: Path, user_cache: Pat
     assert printed.splitlines()[1:5] == [f"{job}  cpu" for job in jobs]
 
 
+def test_a_dry_run_needs_no_compiler(cli: Cli, app_project: Path) -> None:
+    with (app_project / "pyproject.toml").open("a", encoding="utf-8") as toml:
+        toml.write('[tool.epcontext.targets.npu]\nprovider = "vitisai"\n')
+    result = cli("build", app_project, "--dry-run")
+    assert "a -> npu" in result.stdout
+    assert "epcontext: the models are not read: " in result.stderr
+
+
 def test_a_report_is_html_or_json_and_replaced(cli: Cli, app_project: Path, tmp_path: Path) -> None:
     page, file, toml = (
         tmp_path / "new" / "r.html",

@@ -49,6 +49,7 @@ def test_an_invalid_path_is_reported_with_its_key(
     ("path", "hint"),
     [
         ("models/aa.onnx", 'Did you mean "a.onnx"?'),
+        ("nets/a.onnx", 'Did you mean "models/a.onnx"?'),
         (
             "models/*.onnx",
             'A table has one model. Write only the globs: models = ["models/*.onnx"].',

@@ -96,6 +96,40 @@ def repeated(project: Path, tree: dict[str, Path], toml: str, folder: Path) -> s
     return wheel.repeated_models(result, tree, "hatchling", project)
 
 
+@pytest.mark.parametrize(
+    ("backend", "files", "advice"),
+    [
+        (
+            "setuptools.build_meta",
+            (),
+            'exclude-package-data = { "*" = ["a.onnx", "m/a.onnx"] } in [tool.set',
+        ),
+        (
+            "setuptools.build_meta:__legacy__",
+            ("setup.py",),
+            "exclude_package_data={'': ['a.onnx', 'm/a.onnx']}",
+        ),
+        (
+            "setuptools.build_meta",
+            ("setup.cfg",),
+            "* = a.onnx, m/a.onnx below [options.exclude_package_data]",
+        ),
+        ("poetry.core.masonry.api", (), 'exclude = ["src/app/m/a.onnx"] in [tool.poetry]'),
+        ("pdm.backend", (), 'excludes = ["src/app/m/a.onnx"] in [tool.pdm.build]'),
+        ("uv_build", (), 'wheel-exclude = ["a.onnx"] in [tool.uv.build-backend]'),
+        ("flit_core.buildapi", (), "move them out of the import package"),
+        ("mesonpy", (), "where your build back end adds them"),
+    ],
+)
+def test_each_back_end_leaves_models_out_in_its_own_way(
+    project: Path, backend: str, files: tuple[str, ...], advice: str
+) -> None:
+    for name in files:
+        (project / name).touch()
+    tree = {"app/m/a.onnx": project / "src" / "app" / "m" / "a.onnx"}
+    assert wheel.excluding(backend, project, tree).startswith(advice)
+
+
 def test_a_model_that_is_also_package_data_is_a_warning(project: Path, tmp_path: Path) -> None:
     tree = {
         "my_app/__init__.py": project / "my_app" / "__init__.py",
