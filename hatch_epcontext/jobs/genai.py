@@ -13,13 +13,14 @@ from hatch_epcontext.config.genai_config import GENAI_CONFIG, Genai
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy, symlink_or_copy
-from hatch_epcontext.jobs.artifact import Built, Source
+from hatch_epcontext.jobs.artifact import Built, Result, Source
 from hatch_epcontext.jobs.plan import FORMAT, Job
 from hatch_epcontext.jobs.requirements import genai_installed
 from hatch_epcontext.serialize import value_sha256
+from hatch_epcontext.shipped import SOURCE
 from hatch_epcontext.system import writing
 from hatch_epcontext.text import count, listing, show
-from hatch_epcontext.worker.results import Answer, ValidationStatus
+from hatch_epcontext.worker.results import Answer, ModelFacts, ValidationStatus
 
 if TYPE_CHECKING:
     from hatch_epcontext.jobs.steps import Build
@@ -35,7 +36,26 @@ _MAX_SIMULATED = 200 * 10**6
 _PACKAGE = "onnxruntime-genai"
 
 
-def plain_overlay(model: Model, target: Target) -> dict[str, Any]:
+def overlays(result: Result) -> dict[str, dict[str, Any]]:
+    """What each target changes in the configuration of each language model, by their names: ``"llm/npu"``."""
+    sources = {source.model.name: source for source in result.sources}
+    changes: dict[str, dict[str, Any]] = {}
+    for name, source in sources.items():
+        model = source.model
+        if model.genai and not model.is_stage and model.fallback != "none":
+            changes[f"{name}/{SOURCE}"] = model.genai.plain_overlay
+        for target in model.plain_targets:
+            changes[f"{name}/{target.name}"] = _plain_overlay(model, target)
+    # All stages for a target have one.
+    by_target: dict[str, list[Built]] = {}
+    for built in result.built:
+        if (model := built.job.models[0]).genai:
+            path = f"{model.configured_name}/{built.job.target.name}"
+            by_target.setdefault(path, []).append(built)
+    return changes | {path: overlay(results, sources) for path, results in by_target.items()}
+
+
+def _plain_overlay(model: Model, target: Target) -> dict[str, Any]:
     """What genai needs to run the folder of ``model`` itself on the EP of ``target``."""
     assert model.genai is not None, "only a language model has an overlay"
     options = {"provider_options": [_provider_options(model.genai, target)]}
@@ -79,15 +99,7 @@ def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str
     if model.genai.stage and not pipeline:
         result["model"]["type"] = "decoder-pipeline"
         result["search"]["past_present_share_buffer"] = True
-        facts = sources[model.name].facts
-        past, total = (value.name for value in facts.inputs if value.dtype == "int32")
-        decoder["inputs"] = {"past_sequence_length": past, "total_sequence_length": total}
-        decoder["sliding_window"] = {"window_size": model.genai.chunk, **_WINDOW}
-        tensors = {kind: [v.name for v in getattr(facts, kind)] for kind in ("inputs", "outputs")}
-        first, *_, last = *files, *files
-        for name in files:
-            runs = {"run_on_prompt": name == first, "run_on_token_gen": name == last}
-            pipeline[name] = {**tensors, **runs}
+        decoder, pipeline = _of_cut_model(model.genai, sources[model.name].facts, [*files])
     for name, file in files.items():
         part = pipeline[name] if model.genai.stage else decoder
         part |= {"filename": file, "session_options": session}
@@ -95,6 +107,26 @@ def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str
         decoder["pipeline"] = [{name: stage} for name, stage in pipeline.items()]
     result["model"]["decoder"] = decoder
     return result
+
+
+def _of_cut_model(
+    genai: Genai, facts: ModelFacts, names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The decoder of a whole model with the stages ``names``, for chunks and for tokens; and its pipeline."""
+    past, total = (value.name for value in facts.inputs if value.dtype == "int32")
+    decoder = {
+        "inputs": {"past_sequence_length": past, "total_sequence_length": total},
+        "sliding_window": {"window_size": genai.chunk, **_WINDOW},
+    }
+    tensors = {kind: [v.name for v in getattr(facts, kind)] for kind in ("inputs", "outputs")}
+    return decoder, {
+        name: {
+            **tensors,
+            "run_on_prompt": name == names[0],
+            "run_on_token_gen": name == names[-1],
+        }
+        for name in names
+    }
 
 
 def open_folders(build: Build, *, only_known: bool) -> Iterator[str]:

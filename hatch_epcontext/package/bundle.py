@@ -13,12 +13,12 @@ import hatch_epcontext
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.artifact import PACKAGE, Built, Result, Source
+from hatch_epcontext.jobs.artifact import PACKAGE, Result, Source
 from hatch_epcontext.jobs.cache.build import changed_error
-from hatch_epcontext.jobs.genai import overlay, plain_overlay
+from hatch_epcontext.jobs.genai import overlays
 from hatch_epcontext.jobs.plan import ships_source
 from hatch_epcontext.package import manifest
-from hatch_epcontext.shipped import OPTION_FILES, SOURCE
+from hatch_epcontext.shipped import OPTION_FILES
 from hatch_epcontext.system import writing
 
 _PYINSTALLER = "__pyinstaller"
@@ -113,27 +113,8 @@ def _bundle(
 
 def _write_overlays(result: Result, folder: Path) -> dict[str, FileRecord]:
     """Write what each target changes in the configuration of each language model; returns the records."""
-    sources = {source.model.name: source for source in result.sources}
-    overlays = {
-        f"{name}/{SOURCE}": source.model.genai.plain_overlay
-        for name, source in sources.items()
-        if source.model.genai and not source.model.is_stage and source.model.fallback != "none"
-    }
-    overlays |= {
-        f"{name}/{target.name}": plain_overlay(source.model, target)
-        for name, source in sources.items()
-        for target in source.model.plain_targets
-    }
-    # All stages for a target have one.
-    by_target: dict[str, list[Built]] = {}
-    for built in result.built:
-        model = built.job.models[0]
-        if model.genai:
-            path = f"{model.configured_name}/{built.job.target.name}"
-            by_target.setdefault(path, []).append(built)
-    overlays |= {path: overlay(results, sources) for path, results in by_target.items()}
     files = {}
-    for path, changes in overlays.items():
+    for path, changes in overlays(result).items():
         file = folder / path / "overlay.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{json.dumps(changes, indent=2)}\n", encoding="utf-8", newline="\n")
