@@ -153,7 +153,7 @@ def measure(
             hint = "Measure the chips one at a time."
             raise BuildError(Problem(Kind.NOT_RUN, job.location, f"{reason}.", hint))
         built = run_job(build, job)
-        artifact, times = built.artifact, built.attempt.seconds
+        artifact, times = built.artifact, built.attempt.times
         recipe = Recipe(artifact.record.recipe.simplifier)
         try:
             prepared = Steps(build, build.scratch("prepared")).prepare(job, 0, recipe)

@@ -133,25 +133,25 @@ def _contexts_of(attempt: Attempt, search: Search) -> Iterator[Context]:
         yield replace(context, coverage=replace(coverage, uncovered=uncovered))
 
 
-def _is_broken(job: Job, cause: Attempt, tried: Iterable[Attempt]) -> bool:
+def _is_broken(job: Job, cause: Attempt, attempts: Iterable[Attempt]) -> bool:
     """Whether no simplifier takes the models of ``job``, and the EP refuses them as they are."""
-    stops = (a.stop for a in tried if a.stop and a.stop.step == "prepare")
+    stops = (a.stop for a in attempts if a.stop and a.stop.step == "prepare")
     is_broken = any(stop.problems and not stop.is_accident for stop in stops)
     has_simplifiers = job.target.settings.optimization != "none"
     is_plain = cause.stopped_in == "compile" and cause.recipe.simplifier == "none"
     return is_broken and has_simplifiers and is_plain
 
 
-def _with_unrolling(problem: Problem, job: Job, tried: Iterable[Attempt]) -> Problem:
+def _with_unrolling(problem: Problem, job: Job, attempts: Iterable[Attempt]) -> Problem:
     """``problem``, with a limit that allows to unroll what the EP refuses, if that is known to help first."""
     target = job.target
-    larger = [reason for a in tried for reason in a.declined if reason.nodes]
+    larger = [reason for a in attempts for reason in a.declined if reason.nodes]
     operators = {reason.operator for reason in larger}
     number = sum({reason.rewrite: reason.nodes for reason in larger}.values())
     # Rewriting the result may add some.
     limit = math.ceil(1.1 * number / 1000) * 1000
     if not target.settings.unroll_limit:
-        uncovered = (node for a in tried for c in a.coverages for node in c.uncovered)
+        uncovered = (node for a in attempts for c in a.coverages for node in c.uncovered)
         operators = {node.op for node in uncovered} & REPEATING
         limit = CompileSettings.unroll_limit
     if not operators:

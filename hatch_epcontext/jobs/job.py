@@ -67,7 +67,7 @@ def run_job(build: Build, job: Job) -> Built:
     steps = Steps(build, build.scratch("prepared"))
     try:
         run = _JobRun(build, job, steps)
-        built = run.from_cache() if job.target.from_cache else run.compiled()
+        built = run.read_cache() if job.target.from_cache else run.compile()
         return replace(built, answers=run.compare_answers(built))
     except BuildError as error:
         raise job.located(error) from error
@@ -104,7 +104,7 @@ class _JobRun:
         self._artifacts: dict[Recipe, Artifact] = {}
         self._alone: dict[str, Built] = {}
 
-    def compiled(self) -> Built:
+    def compile(self) -> Built:
         """The winner of the job's search, which goes on where earlier builds ended."""
         cache, job = self._build.cache, self._job
         self._key = search_key(self._fingerprint, self._build.versions[job.target.name])
@@ -117,11 +117,11 @@ class _JobRun:
         if isinstance(outcome, Lost):
             raise failure(job, search, outcome.attempts, self._build.jobs)
         winner = outcome.attempt
-        built = self._built(search.won_by(winner), winner)
+        built = self._finish(search.won_by(winner), winner)
         cache.put("refs", self._fingerprint, artifact_key(self._key, winner.recipe))
         return built
 
-    def from_cache(self) -> Built:
+    def read_cache(self) -> Built:
         """The latest artifact with the job's settings, whatever is installed."""
         cache = self._build.cache
         # Others may have made a newer one.
@@ -134,12 +134,12 @@ class _JobRun:
         search = self._replay(record.search, latest=True)
         winner = search.attempt_with(record.recipe)
         if winner is None or winner.record != record:
-            winner = self._replayed(Attempt(record.recipe, record, day=self._build.day), search)
+            winner = self._with_known(Attempt(record.recipe, record, day=self._build.day), search)
         if search.is_enough(winner):
-            winner = self._validated(search.adding(winner), winner, artifact)
+            winner = self._validate(search.adding(winner), winner, artifact)
             search = search.adding(winner)
             if not search.differences(winner):
-                return self._built(search.won_by(winner), winner)
+                return self._finish(search.won_by(winner), winner)
         raise failure(self._job, search.adding(winner), (winner,), self._build.jobs)
 
     def _replay(self, key: str, *, latest: bool = False) -> Search:
@@ -160,7 +160,7 @@ class _JobRun:
         if stored is None:
             return search
         attempts = (
-            self._replayed(attempt, search)
+            self._with_known(attempt, search)
             for attempt in stored.attempts
             # A shared cache may contain what no build has written.
             if (attempt.stop if attempt.record is None else self._fits(attempt.record))
@@ -168,7 +168,7 @@ class _JobRun:
         )
         return replace(search, attempts=tuple(attempts), winners=stored.winners)
 
-    def _replayed(self, attempt: Attempt, search: Search) -> Attempt:
+    def _with_known(self, attempt: Attempt, search: Search) -> Attempt:
         """``attempt``, with what is known of its models without running them."""
         form, compared = attempt.recipe.form_of(self._job), search.terms.compared
         validations = dict(attempt.validations)
@@ -196,7 +196,7 @@ class _JobRun:
                     return outcome, search
                 else:
                     self._store(outcome.attempt)
-                    validated = self._validated(search, outcome.attempt, artifact, outcome.to_beat)
+                    validated = self._validate(search, outcome.attempt, artifact, outcome.to_beat)
                     search = search.adding(validated)
         finally:
             if search is not before:
@@ -207,7 +207,7 @@ class _JobRun:
         """An attempt to compile the job with ``recipe``, or the result that the cache has."""
         if artifact := self._load(artifact_key(self._key, recipe)):
             self._artifacts[recipe] = artifact
-            return self._replayed(Attempt(recipe, artifact.record, day=self._build.day), search)
+            return self._with_known(Attempt(recipe, artifact.record, day=self._build.day), search)
         workers, location = self._build.workers, self._job.location
         if number := len(search.attempts):
             # The first one needs no name.
@@ -264,7 +264,7 @@ class _JobRun:
         models = [(context.model, context.coverage is not None) for context in record.contexts]
         return models == [(model.name, is_covered) for model in self._job.models]
 
-    def _validated(
+    def _validate(
         self,
         search: Search,
         attempt: Attempt,
@@ -273,17 +273,17 @@ class _JobRun:
     ) -> Attempt:
         """``attempt``, whose models are run as far as the verdict needs it."""
         form, compared = attempt.recipe.form_of(self._job), search.terms.compared
-        validations = dict(self._replayed(attempt, search).validations)
+        validations = dict(self._with_known(attempt, search).validations)
         for model, context in zip(form.models, artifact.record.contexts, strict=True):
             validated = validations.get(compared[model.name])
             if validated is None:
-                validated = self._validate(form, model, artifact, context, to_beat)
+                validated = self._validate_model(form, model, artifact, context, to_beat)
                 validations[compared[model.name]] = validated
             if validated.validation.differs:
                 break
         return replace(attempt, validations=validations)
 
-    def _validate(
+    def _validate_model(
         self,
         form: Job,
         model: Model,
@@ -316,7 +316,7 @@ class _JobRun:
         """The result of one of the jobs that are run instead of this one."""
         if job.folder not in self._alone:
             try:
-                self._alone[job.folder] = _JobRun(self._build, job, self._steps).compiled()
+                self._alone[job.folder] = _JobRun(self._build, job, self._steps).compile()
             except BuildError as error:
                 raise job.located(error) from error
         return self._alone[job.folder]
@@ -330,7 +330,7 @@ class _JobRun:
 
         return compare_answers(self._build, built, run_alone)
 
-    def _built(self, search: Search, winner: Attempt) -> Built:
+    def _finish(self, search: Search, winner: Attempt) -> Built:
         """The result; raises BuildError if more must be known of it."""
         form, artifact = winner.recipe.form_of(self._job), self._artifacts[winner.recipe]
         built = Built(form, artifact, search, cached=bool(winner.day))

@@ -112,7 +112,7 @@ def _report(built: Built, sources: Mapping[str, Source]) -> JobReport:
             )
             for model, preparation, context in models
         ),
-        times=winner.seconds,
+        times=winner.times,
         tried=tuple(dict.fromkeys(tried)),
         size=built.artifact.size,
         group=built.job.group,

@@ -102,7 +102,7 @@ class Attempt:
     """One recipe, tried: the record of its artifact, or why it has none.
 
     ``dropped``: the rewrites that were wrong and left out, each with the reason; ``declined``: why others
-    left refused nodes as they are. ``seconds``: of preparing and compiling; None if only the artifact was in
+    left refused nodes as they are. ``times``: of preparing and compiling; None if only the artifact was in
     a cache. ``validations``: of the models of its artifact, by what `Terms` calls the comparison.
     ``day``: of the earlier build that tried it, as ``"2026-11-23"``; empty if this one did.
     ``compared``: the comparisons that its stop depends on; empty if it is the same for all.
@@ -113,7 +113,7 @@ class Attempt:
     stop: Stop | None = None
     dropped: tuple[str, ...] = ()
     declined: tuple[Declined, ...] = ()
-    seconds: Times | None = None
+    times: Times | None = None
     validations: Mapping[str, Validated] = field(default_factory=dict)
     day: str = ""
     compared: Mapping[str, str] = field(default_factory=dict)
@@ -606,7 +606,7 @@ class Search:
     @property
     def seconds(self) -> float:
         """What the attempts took to prepare, compile and validate, unless an earlier cache has them."""
-        compiling = (a.seconds.prepare + a.seconds.compile for a in self.attempts if a.seconds)
+        compiling = (a.times.prepare + a.times.compile for a in self.attempts if a.times)
         validating = (v.seconds for a in self.attempts for v in self.validations_of(a).values())
         return sum(compiling) + sum(validating)
 
@@ -614,9 +614,9 @@ class Search:
     def is_spent(self) -> bool:
         """Whether it has lasted so long that a result which may be shipped is good enough."""
         once = (
-            a.seconds.compile + sum(v.run for v in self.validations_of(a).values())
+            a.times.compile + sum(v.run for v in self.validations_of(a).values())
             for a in self.attempts
-            if a.seconds
+            if a.times
         )
         limit = max(_SHORT, _PATIENCE * max(once, default=0.0))
         return not self.is_patient and self.seconds > limit

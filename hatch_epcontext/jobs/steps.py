@@ -129,7 +129,7 @@ class Steps:
                 return replace(attempt, stop=stop)
         versions = self.build.versions[job.target.name]
         record = Record(recipe, preparations, reply.contexts, record_files(folder), versions)
-        return replace(attempt, record=record, seconds=Times(seconds, reply.seconds))
+        return replace(attempt, record=record, times=Times(seconds, reply.seconds))
 
     def _compile(
         self, job: Job, recipe: Recipe, prepared: Sequence[Prepared], folder: Path, worker: Worker
@@ -225,7 +225,7 @@ class Steps:
             done = (*done, change)
             before, prepared = prepared, self._prepared.get(done)
             if prepared is None:
-                prepared = self._changed(job, index, before, change, recipe, worker)
+                prepared = self._change(job, index, before, change, recipe, worker)
                 self._prepared[done] = prepared
         return prepared
 
@@ -318,7 +318,7 @@ class Steps:
             )
             workers.pulse.mark_reported()
 
-    def _changed(
+    def _change(
         self,
         job: Job,
         index: int,

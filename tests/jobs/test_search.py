@@ -161,7 +161,7 @@ class Ep:
         done = Preparation(recipe.simplifier, 9, 9, rewrites=tuple(c.kind for c in recipe.changes))
         contexts = (Context("a", "a.onnx", (), (), coverage),)
         files = {"a.onnx": FileRecord(1, "")}
-        return Attempt(recipe, Record(recipe, (done,), contexts, files, {}), seconds=Times(0, 1))
+        return Attempt(recipe, Record(recipe, (done,), contexts, files, {}), times=Times(0, 1))
 
     def _validate(self, attempt: Attempt) -> Attempt:
         name = name_of(attempt.recipe)
