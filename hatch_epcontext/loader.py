@@ -613,26 +613,7 @@ def open_variant(
         if not variant.fits(request):
             shapes = ", ".join(str(other.inputs) for other in variants)
             raise SkipTargetError(f"none of its shapes is large enough: {shapes}")  # noqa: TRY301
-        opener = Opener(variant, request)
-        try:
-            session, runs_on = method(opener)
-        except (ImportError, LoadError, SkipTargetError):
-            raise
-        except Exception as error:
-            on_gpu = opener.fallbacks or variant.device == "gpu"
-            if method is not Opener.open_shipped or not on_gpu:
-                raise
-            how = f", at the second attempt ({_cause(error)})"
-            try:
-                # While other threads use a GPU, it may refuse what it opens a moment later.
-                session, runs_on = method(opener)
-            except Exception:
-                if not opener.fallbacks:
-                    raise
-                # As an InferenceSession does, where there is no GPU.
-                how, opener.fallbacks = f", without its fallback providers ({_cause(error)})", {}
-                session, runs_on = method(opener)
-            runs_on += how
+        session, runs_on = _open(method, Opener(variant, request))
     except (ImportError, SkipTargetError) as error:
         return TargetAttempt(variant.target, Outcome.SKIPPED, str(error)), None
     except Exception as error:
@@ -641,6 +622,30 @@ def open_variant(
         return TargetAttempt(variant.target, Outcome.FAILED, f"{when}{_cause(error)}"), None
     session.epcontext_target = variant.target
     return TargetAttempt(variant.target, Outcome.OPENED, runs_on), session
+
+
+def _open(method: Callable[[Opener], tuple[Any, str]], opener: Opener) -> tuple[Any, str]:
+    """The session that ``method`` opens, on a GPU at the second attempt if need be, and what it runs on."""
+    try:
+        return method(opener)
+    except (ImportError, LoadError, SkipTargetError):
+        raise
+    except Exception as error:
+        on_gpu = opener.fallbacks or opener.variant.device == "gpu"
+        if method is not Opener.open_shipped or not on_gpu:
+            raise
+        cause = _cause(error)
+    try:
+        # While other threads use a GPU, it may refuse what it opens a moment later.
+        session, runs_on = method(opener)
+    except Exception:
+        if not opener.fallbacks:
+            raise
+        # As an InferenceSession does, where there is no GPU.
+        opener.fallbacks = {}
+        session, runs_on = method(opener)
+        return session, f"{runs_on}, without its fallback providers ({cause})"
+    return session, f"{runs_on}, at the second attempt ({cause})"
 
 
 def _cause(error: Exception) -> str:
