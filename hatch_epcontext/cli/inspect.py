@@ -94,7 +94,8 @@ def _show_package(folder: str, package: ModelPackage) -> None:
         sizes[max(inside, key=len, default="")] += record.size
     for name, component in package.components.items():
         for target, variant in component.variants.items():
-            size = sizes[variant.variant_directory]
+            # Models that share a folder share its files.
+            size = sizes.pop(variant.variant_directory, 0)
             about = variant.about
             provider = about.settings.provider if about else variant.ep
             compatibility = variant.compatibility_string or ""

@@ -19,6 +19,7 @@ import struct
 import tarfile
 import time
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
@@ -41,6 +42,12 @@ _CHUNK = 1 << 20
 
 _FIRST_OF_ZIP = 315532800
 """The earliest time in a zip file: 1980-01-01."""
+
+_LARGE = 10 * 10**6
+"""The most bytes of a file that is deflated whatever it contains."""
+
+_WORTH = 0.85
+"""The part of its size to which a large file shrinks at least if it is deflated."""
 
 _MAX_NAMED = 5
 """The most files that a message names."""
@@ -225,8 +232,17 @@ def _added(path: str, file: Path) -> zipfile.ZipInfo:
     # Above 4 GiB it has another format.
     info.file_size = file.stat().st_size
     info.external_attr = 0o100644 << 16
-    info.compress_type = zipfile.ZIP_DEFLATED
+    info.compress_type = zipfile.ZIP_DEFLATED if _shrinks(file) else zipfile.ZIP_STORED
     return info
+
+
+def _shrinks(file: Path) -> bool:
+    """Whether deflating ``file`` is worth its time: of large weights it takes nearly all of a build."""
+    if file.stat().st_size <= _LARGE:
+        return True
+    with file.open("rb") as opened:
+        sample = opened.read(_CHUNK)
+    return len(zlib.compress(sample)) < _WORTH * len(sample)
 
 
 def names_of_sdist(sdist: Path, maker: str) -> list[str]:
