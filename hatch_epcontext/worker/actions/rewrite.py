@@ -201,38 +201,41 @@ class _RewriteSession:
         """Raise BuildError if ``session``, which has the file ``path`` open, gives other results than the
         source; does nothing without a reference.
         """
-        if self.expected is None:
+        expected, tolerance = self.expected, self.request.tolerance
+        if expected is None:
             return
-        tolerance, expected = SIMPLIFIED, self.expected
-        if self.request.tolerance is not None:
-            tolerance, expected = self.request.tolerance, for_other_numbers(expected)
+        if tolerance is not None:
+            self._check(session, for_other_numbers(expected), tolerance)
         elif self.request.corrections:
-            tolerance = _CORRECTED
             try:
-                self._check(session, expected, tolerance, expected.runs)
+                self._check(session, expected, _CORRECTED, expected.runs)
             except BuildError:
-                # The model itself is not so exact in float32 either: differences of nearly equal values and
-                # logarithms of values near zero are mostly rounding.
-                options = cpu_options()
-                if self.request.simplify:
-                    # As `optimize` runs the rewritten model: fused operators round differently.
-                    options.graph_optimization_level = LEVELS["basic"]
-                before = open_rounded(Path(self.request.before.path), path.parent, options)
-                anything = Tolerance(snr=NOTHING, cosine=-1)
-                own = self._check(before, expected, anything, expected.runs)
-                if own + NOTHING > _EXACT:
+                if (inexact := self._as_inexact(expected, path.parent)) is None:
                     raise
-                allowed = max(min(own + NOTHING - GAIN, _ROUNDED), SIMPLIFIED.snr)
-                self._check(session, expected, replace(tolerance, snr=allowed), expected.runs)
-            return
-        try:
-            self._check(session, expected, tolerance)
-        except BuildError:
-            if self.request.tolerance is not None:
-                raise
-            # Fused operators of deep quantized models round differently.
-            noisy = with_jitter(Path(self.request.before.path), expected)
-            self._check(session, expected, within_noise(tolerance, noisy.facts))
+                self._check(session, expected, inexact, expected.runs)
+        else:
+            try:
+                self._check(session, expected, SIMPLIFIED)
+            except BuildError:
+                # Fused operators of deep quantized models round differently.
+                noisy = with_jitter(Path(self.request.before.path), expected)
+                self._check(session, expected, within_noise(SIMPLIFIED, noisy.facts))
+
+    def _as_inexact(self, expected: Reference, folder: Path) -> Tolerance | None:
+        """How far a correction of a model may differ that is not so exact in float32 either; None if it is.
+
+        Differences of nearly equal values and logarithms of values near zero are mostly rounding.
+        """
+        options = cpu_options()
+        if self.request.simplify:
+            # As `optimize` runs the rewritten model: fused operators round differently.
+            options.graph_optimization_level = LEVELS["basic"]
+        before = open_rounded(Path(self.request.before.path), folder, options)
+        anything = Tolerance(snr=NOTHING, cosine=-1)
+        own = self._check(before, expected, anything, expected.runs) + NOTHING
+        if own > _EXACT:
+            return None
+        return replace(_CORRECTED, snr=max(min(own - GAIN, _ROUNDED), SIMPLIFIED.snr))
 
     def _check(
         self,
