@@ -84,11 +84,11 @@ def test_a_length_that_is_not_fixed_is_named(tmp_path: Path) -> None:
     ]
 
 
-def test_a_layer_with_other_gates_is_named(tmp_path: Path) -> None:
-    path = save(recurrent("LSTM", input_forget=1), tmp_path / "a.onnx")
+def test_a_layer_with_an_unknown_activation_is_named(tmp_path: Path) -> None:
+    path = save(recurrent("RNN", activations=["Cubed"]), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", compare=False)
-    reason = "its input and forget gates are coupled"
-    assert reply.declined == (Declined(reason, "unroll_recurrent", "LSTM", "layer"),)
+    reason = "its activation 'Cubed' is not known"
+    assert reply.declined == (Declined(reason, "unroll_recurrent", "RNN", "layer"),)
     assert reply.dropped == ()
 
 
