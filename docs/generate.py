@@ -27,7 +27,7 @@ from hatch_epcontext.config.environ import PREFIX, VARIABLES
 from hatch_epcontext.graph.number_format import Fault
 from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS
 from hatch_epcontext.graph.rewrites.indexing import REASONS
-from hatch_epcontext.jobs.search import STAGES, Stage
+from hatch_epcontext.jobs.stages import STAGES, Stage
 from hatch_epcontext.providers import PROVIDERS, Option, Provider
 from hatch_epcontext.serialize import describe_type
 from hatch_epcontext.text import pairs, show, toml_key

@@ -33,17 +33,9 @@ from hatch_epcontext.jobs.keys import artifact_key, fingerprint, search_key, ter
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.recipe import Recipe, Record
-from hatch_epcontext.jobs.search import (
-    Attempt,
-    Lost,
-    Search,
-    Try,
-    Validate,
-    Won,
-    most_complete,
-    next_recipe,
-)
+from hatch_epcontext.jobs.search import Attempt, Search, most_complete
 from hatch_epcontext.jobs.sources import input_files
+from hatch_epcontext.jobs.stages import Lost, Try, Validate, Won, next_recipe
 from hatch_epcontext.jobs.steps import Build, Steps, may_avoid
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker.results import (

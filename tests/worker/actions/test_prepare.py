@@ -14,7 +14,7 @@ from hatch_epcontext.errors import BuildError, Key, ModelError
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.facts import Range
-from hatch_epcontext.jobs.search import SIMPLIFIERS
+from hatch_epcontext.jobs.stages import SIMPLIFIERS
 from hatch_epcontext.worker.actions.prepare import handle
 from hatch_epcontext.worker.comparison.runs import read_reference
 from hatch_epcontext.worker.requests import Prepared, PrepareRequest
