@@ -13,10 +13,10 @@ from hatch_epcontext.graph.facts import INSIDE, Declined, NodeFacts, describe_no
 from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION, REPEATING, is_of_integers
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, Search
-from hatch_epcontext.jobs.stages import left_out
+from hatch_epcontext.jobs.stages import untried
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.results import Context, Coverage
+from hatch_epcontext.worker.results import NOTHING, Context, Coverage
 
 _CPU = "cpu"
 """The provider for the CPU, and the usual name of its target."""
@@ -47,7 +47,9 @@ def failure(
     agreeing = [a for a in leaving if search.validations_of(a) and not search.differences(a)]
     differing = [] if agreeing else [a for a in attempts if search.differences(a)]
     if differing:
-        cause = max(differing, key=lambda attempt: search.verdict(attempt).margin)
+        cause = max(
+            differing, key=lambda a: verdict.margin if (verdict := search.verdict(a)) else NOTHING
+        )
         problems = _differences(job, search, cause, leaving)
     elif covering := [attempt for attempt in attempts if attempt.may_ship]:
         # The best of all forms: it leaves the user least to solve.
@@ -63,7 +65,7 @@ def failure(
     if cause.day and not job.target.from_cache:
         again = f"This was tried before ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
         first = replace(first, message=f"{first.message}\n{again}")
-    first = replace(first, tried=(*search.notes(cause), *left_out(search)))
+    first = replace(first, tried=(*search.notes(cause), *untried(search)))
     if not differing and not agreeing:
         first = _with_unrolling(first, job, attempts)
     if _is_broken(job, cause, attempts):

@@ -267,14 +267,6 @@ def most_complete(attempts: Iterable[Attempt]) -> Attempt:
     return max(attempts, key=lambda a: (a.stopped_in in (None, "compile"), a.quality))
 
 
-class UnvalidatedError(Exception):
-    """What follows depends on the verdict on ``attempt``, which has none yet."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        super().__init__()
-        self.attempt = attempt
-
-
 @dataclass(frozen=True)
 class Terms:
     """What a job requires of a winner: the smallest compiled share of its models, and what identifies how the
@@ -336,12 +328,9 @@ class Search:
                 break
         return validations
 
-    def verdict(self, attempt: Attempt) -> Verdict:
-        """What validation says of ``attempt``; raises UnvalidatedError before that."""
-        verdict = verdict_of(self.validations_of(attempt))
-        if verdict is None:
-            raise UnvalidatedError(attempt)
-        return verdict
+    def verdict(self, attempt: Attempt) -> Verdict | None:
+        """What validation says of ``attempt``; None before that."""
+        return verdict_of(self.validations_of(attempt))
 
     @property
     def seconds(self) -> float:
@@ -376,7 +365,7 @@ class Search:
         """The result of the attempt that is nearest to the CPU until now, or covers most."""
 
         def rank(attempt: Attempt) -> tuple[bool, float, float]:
-            verdict = verdict_of(self.validations_of(attempt))
+            verdict = self.verdict(attempt)
             return verdict is not None, verdict.margin if verdict else 0.0, attempt.share
 
         best = max(self.attempts, key=rank)

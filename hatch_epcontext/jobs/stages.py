@@ -17,10 +17,8 @@ from hatch_epcontext.jobs.recipe import Recipe
 from hatch_epcontext.jobs.search import (
     Attempt,
     Search,
-    UnvalidatedError,
     Verdict,
     most_complete,
-    verdict_of,
 )
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.worker.results import Nearness, Simplifier
@@ -37,8 +35,23 @@ _ROUNDS = 3
 """How often rewriting, and unrolling, change a model: an EP may also refuse the result of a rewrite."""
 
 
+class _UnvalidatedError(Exception):
+    """What follows depends on the verdict on ``attempt``, which has none yet."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__()
+        self.attempt = attempt
+
+
+def _verdict(search: Search, attempt: Attempt) -> Verdict:
+    """The verdict on ``attempt``; raises _UnvalidatedError if there is none yet."""
+    if (verdict := search.verdict(attempt)) is None:
+        raise _UnvalidatedError(attempt)
+    return verdict
+
+
 @dataclass(frozen=True)
-class Form:
+class _Form:
     """The attempts of one form of a job, quantized or dequantized, by the phases of the stages."""
 
     search: Search
@@ -46,8 +59,8 @@ class Form:
     attempts: Mapping[str, list[Attempt]]
 
     def verdict(self, attempt: Attempt) -> Verdict:
-        """The verdict on ``attempt``; raises UnvalidatedError if there is none yet."""
-        return self.search.verdict(attempt)
+        """The verdict on ``attempt``; raises _UnvalidatedError if there is none yet."""
+        return _verdict(self.search, attempt)
 
     def all(self, *phases: str) -> list[Attempt]:
         """The attempts of these ``phases``, in order."""
@@ -87,12 +100,12 @@ class Form:
         return sorted(enough, key=lambda attempt: attempt.quality, reverse=True)
 
 
-def _leaves_nodes(form: Form) -> bool:
+def _leaves_nodes(form: _Form) -> bool:
     """The EP leaves nodes to the CPU, or refuses the model."""
     return form.covering.may_improve
 
 
-def _is_inexact(form: Form) -> bool:
+def _is_inexact(form: _Form) -> bool:
     """Results differ from the CPU's, or may differ for other inputs."""
     if not (form.search.compares and form.search.is_enough(form.covering)):
         return False
@@ -100,7 +113,7 @@ def _is_inexact(form: Form) -> bool:
     return not verdict.agrees and (verdict.differs or not form.search.is_spent)
 
 
-def _differs(form: Form) -> bool:
+def _differs(form: _Form) -> bool:
     """All results differ from the CPU's."""
     if not (form.search.compares and form.search.is_enough(form.covering)):
         return False
@@ -108,7 +121,7 @@ def _differs(form: Form) -> bool:
     return all(form.verdict(attempt).differs for attempt in attempts)
 
 
-def _is_wrong_in_kernels(form: Form) -> bool:
+def _is_wrong_in_kernels(form: _Form) -> bool:
     """They still do, because the EP's kernels are less exact than its number format."""
     candidates = form.candidates if form.search.compares else []
     if any(v.agrees or not v.in_kernels for v in map(form.verdict, candidates)):
@@ -119,7 +132,7 @@ def _is_wrong_in_kernels(form: Form) -> bool:
     return bool(candidates) and not any(verdict.agrees for verdict in restarted)
 
 
-def _simplified(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _simplified(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """A library that simplifies the graph, the next one if it fails or leaves control flow; at last none."""
     if own and own[-1].stopped_in != "prepare":
         return None
@@ -138,7 +151,7 @@ def _simplified(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     return replace(least.recipe, takes_control_flow=True)
 
 
-def _with_options(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _with_options(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """Options with which the EP compiles more operators."""
     more, last = form.provider.more_coverage, form.covering
     if more is None or last.recipe.options:
@@ -151,7 +164,7 @@ def _with_options(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     return replace(last.recipe, options=tuple(sorted(more.options.items())))
 
 
-def _rewritten(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _rewritten(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """[Rewrites](#rewrites) of these nodes, in up to three rounds."""
     last = own[-1] if own else form.covering
     if len(own) == 1 and last.stopped_in == "change" and form.covering.stop:
@@ -159,7 +172,7 @@ def _rewritten(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     return last.recipe_with("rewrite") if last.may_improve else None
 
 
-def _unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _unrolled(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """Loops and recurrent layers unrolled, if nothing is left to the CPU then, and rewrites of these."""
     if not form.search.settings.unroll_limit:
         return None
@@ -172,7 +185,7 @@ def _unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     return None if is_last else own[-1].recipe_with("rewrite")
 
 
-def _in_range(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _in_range(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """[Rewrites](#results-that-differ) that keep values in the range of the number format."""
     verdict, names = form.verdict(form.nearest), form.helpful(*FOR_RANGES)
     # A kernel may also be wrong for some values only, which these avoid.
@@ -180,7 +193,7 @@ def _in_range(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     return form.nearest.recipe.with_corrections(names) if names and helps else None
 
 
-def _layers_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _layers_unrolled(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """Layers whose kernels are inexact, unrolled."""
     verdict = form.verdict(form.nearest)
     recipe = form.nearest.recipe.with_change("unroll", None)
@@ -189,13 +202,13 @@ def _layers_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     return recipe if form.search.settings.unroll_limit and helps else None
 
 
-def _around_kernels(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _around_kernels(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """Rewrites around other inexact kernels."""
     names, helps = form.helpful(*FOR_KERNELS), form.verdict(form.nearest).in_kernels
     return form.nearest.recipe.with_corrections(names) if names and helps else None
 
 
-def _together(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _together(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """All rewrites for accuracy together."""
     applied = {
         name
@@ -207,26 +220,26 @@ def _together(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     return form.covering.recipe.with_corrections(tuple(names))
 
 
-def _all_rewritten(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _all_rewritten(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """[Rewrites](#rewrites) of all nodes that have one, in up to three rounds."""
     if not own:
         return form.covering.recipe.with_change("rewrite", None)
     return own[-1].recipe_with("rewrite") if own[-1].may_improve else None
 
 
-def _unfused(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _unfused(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """The simplified model, with nothing folded into the weights of convolutions."""
     is_fused = form.search.settings.optimization == "basic"
     return replace(_without_rewrites(form), fuse=False) if is_fused else None
 
 
-def _only_unrolled(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _only_unrolled(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """The simplified model, with all loops and recurrent layers unrolled."""
     recipe = _without_rewrites(form).with_change("unroll", None)
     return recipe if form.search.settings.unroll_limit else None
 
 
-def _left(form: Form, own: Sequence[Attempt]) -> Recipe | None:
+def _leaving_nodes(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """Nodes whose values the number format cannot represent, left to the CPU."""
     attempts = (form.covering, *form.enough("correct", "restart"))
     last = own[-1] if own else max(attempts, key=lambda a: form.verdict(a).margin)
@@ -242,7 +255,7 @@ def _left(form: Form, own: Sequence[Attempt]) -> Recipe | None:
     return replace(last.recipe, left=tuple(left)) if any(left) else None
 
 
-def _without_rewrites(form: Form) -> Recipe:
+def _without_rewrites(form: _Form) -> Recipe:
     """The recipe of the best candidate without its rewrites, which may be the cause."""
     corrections = form.helpful(*ALWAYS)
     return replace(form.candidates[0].recipe, changes=(), fuse=True, corrections=corrections)
@@ -257,8 +270,8 @@ class Stage:
     """
 
     phase: Literal["prepare", "cover", "correct", "restart", "leave"]
-    applies: Callable[[Form], bool] | None
-    propose: Callable[[Form, Sequence[Attempt]], Recipe | None]
+    applies: Callable[[_Form], bool] | None
+    propose: Callable[[_Form, Sequence[Attempt]], Recipe | None]
     rounds: int = 1
 
 
@@ -275,7 +288,7 @@ STAGES = (
     Stage("restart", _is_wrong_in_kernels, _unfused),
     Stage("restart", _is_wrong_in_kernels, _only_unrolled),
     Stage("restart", _differs, _all_rewritten, rounds=_ROUNDS),
-    Stage("leave", _differs, _left, rounds=2 * _ROUNDS),
+    Stage("leave", _differs, _leaving_nodes, rounds=2 * _ROUNDS),
 )
 """All ways to find a recipe, in order."""
 
@@ -313,11 +326,11 @@ def next_recipe(search: Search) -> Try | Validate | Won | Lost:
     """What to do next. It follows from nothing but the search."""
     try:
         return _next(search)
-    except UnvalidatedError as unvalidated:
+    except _UnvalidatedError as unvalidated:
         return Validate(unvalidated.attempt, _to_beat(search, unvalidated.attempt))
 
 
-def left_out(search: Search) -> Iterator[str]:
+def untried(search: Search) -> Iterator[str]:
     """What is not tried because ``search`` has lasted long enough, in lines."""
     if search.is_spent:
         outcome = next_recipe(replace(search, winners={}, is_patient=True))
@@ -329,7 +342,7 @@ def left_out(search: Search) -> Iterator[str]:
 def _to_beat(search: Search, attempt: Attempt) -> Nearness | None:
     """How near the best of those is that may win, and cover as much as ``attempt``; None if there is none."""
     verdicts = (
-        verdict_of(search.validations_of(other))
+        search.verdict(other)
         for other in search.attempts
         if other.is_whole and other.recipe.dequantize == attempt.recipe.dequantize
     )
@@ -339,7 +352,7 @@ def _to_beat(search: Search, attempt: Attempt) -> Nearness | None:
 
 
 def _next(search: Search) -> Try | Won | Lost:
-    if (winner := search.winner) and not search.verdict(winner).differs:
+    if (winner := search.winner) and not _verdict(search, winner).differs:
         return Won(winner)
     attempts: tuple[Attempt, ...] = ()
     for dequantize in (False, True) if search.is_dynamic else (False,):
@@ -348,7 +361,7 @@ def _next(search: Search) -> Try | Won | Lost:
             return outcome
         attempts = outcome.attempts
         whole = (attempt for attempt in attempts if attempt.is_whole)
-        if any(not search.verdict(attempt).differs for attempt in whole):
+        if any(not _verdict(search, attempt).differs for attempt in whole):
             break
     winner = _best(search, attempts)
     return Won(winner) if winner else Lost(attempts)
@@ -366,8 +379,8 @@ def _best(search: Search, attempts: Iterable[Attempt]) -> Attempt | None:
             and (not best.recipe.last_corrections or attempt.uncovered > best.uncovered)
         ):
             break
-        verdict = search.verdict(attempt)
-        if not verdict.differs and (best is None or verdict.is_worth(search.verdict(best))):
+        verdict = _verdict(search, attempt)
+        if not verdict.differs and (best is None or verdict.is_worth(_verdict(search, best))):
             best = attempt
     return best
 
@@ -377,7 +390,7 @@ def _next_in_form(
 ) -> Try | Won | Lost:
     """What follows for a form of the job after the ``earlier`` attempts for others."""
     provider = PROVIDERS[search.settings.provider]
-    form, attempts = Form(search, provider, {stage.phase: [] for stage in STAGES}), [*earlier]
+    form, attempts = _Form(search, provider, {stage.phase: [] for stage in STAGES}), [*earlier]
     for stage in STAGES:
         own: list[Attempt] = []
         while len(own) < stage.rounds and (stage.applies is None or stage.applies(form)):
@@ -389,7 +402,7 @@ def _next_in_form(
                 return Try(recipe)
             for group in (own, form.attempts[stage.phase], attempts):
                 group.append(attempt)
-            if attempt.is_whole and search.verdict(attempt).agrees:
+            if attempt.is_whole and _verdict(search, attempt).agrees:
                 return Won(attempt)
         # ONNX Runtime optimizes any graph: there is nothing else to change.
         is_done = attempts[-1].stopped_in == "prepare" or provider.product != "context"

@@ -18,7 +18,7 @@ from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.recipe import Recipe, Record, Stop, Times
 from hatch_epcontext.jobs.search import Attempt, Search, Terms
-from hatch_epcontext.jobs.stages import Lost, Try, Validate, Won, left_out, next_recipe
+from hatch_epcontext.jobs.stages import Lost, Try, Validate, Won, next_recipe, untried
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import from_json, to_json
 from hatch_epcontext.worker.results import (
@@ -488,7 +488,7 @@ def test_a_search_that_has_lasted_long_goes_on_only_if_results_differ(
     search = ep.finish(search_for())
     assert ep.tried == tried
     if search.winner is not None:
-        assert len([*left_out(search)]) == (len(tried) < 4)
+        assert len([*untried(search)]) == (len(tried) < 4)
 
 
 # Of later builds.
