@@ -54,7 +54,7 @@ def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
                 loader.log("warning", f"{file} cannot be opened any more: {error}")
             _compile(loader, opener, prepared, file)
             session, runs_on = opener.open(file)
-    loader.mark_used(file.parent)
+    loader.beside("_user_cache").mark_used(file.parent)
     return session, f"{runs_on}, compiled on this machine"
 
 

@@ -47,8 +47,7 @@ OPTION_FILES = "files"  # The name of that folder, in that of the target.
 PREPARED = "prepared"  # The folder of the prepared model in that of its target, and its key.
 CPU_EP = "CPUExecutionProvider"
 
-_MANIFEST = "manifest.json"
-_UNUSED = 30 * 24 * 60 * 60.0  # The seconds until an unused folder in the user's cache is removed.
+MANIFEST = "manifest.json"
 _CHANGED = "was changed: its sha256 differs from the recorded one"
 
 # What is read of a variant in a companion that is not installed.
@@ -202,8 +201,7 @@ def runner(name: str, **arguments: Any) -> Any:
     be a function if several sizes run. Raises LoadError as `load` does.
     """
     candidates, request = _resolve_request(name, Request(**arguments))
-    module = importlib.import_module("._runner", __package__)
-    return module.Runner(sys.modules[__name__], name, candidates, request)
+    return beside("_runner").Runner(sys.modules[__name__], name, candidates, request)
 
 
 @_typed_as(load)
@@ -268,11 +266,11 @@ class Package:
 
         self.root, self.models = root, dict[str, list[Variant]]()
         try:
-            if not (root / _MANIFEST).is_file():
+            if not (root / MANIFEST).is_file():
                 # Reading a pipe would never end.
                 raise ValueError("it is missing, or no regular file")  # noqa: TRY301
-            self._text: bytes = (root / _MANIFEST).read_bytes()
-            manifest = json.loads(self._text)
+            self.text: bytes = (root / MANIFEST).read_bytes()
+            manifest = json.loads(self.text)
             version = get(manifest, "schema_version", str)
             if not version.startswith("1."):
                 raise ValueError(f"it has the schema {version}, and this loader reads 1.x")  # noqa: TRY301
@@ -299,7 +297,7 @@ class Package:
                         variants.append(Variant(self, component, target, entry, about))
         except Exception as error:
             # Of any kind: archives raise their own errors.
-            raise LoadError(f"{root / _MANIFEST} cannot be read ({error})") from None
+            raise LoadError(f"{root / MANIFEST} cannot be read ({error})") from None
 
     def inside(self, name: str) -> str:
         """``name``, which must not leave a package that can be moved, whatever the system."""
@@ -332,9 +330,9 @@ class Package:
         import hashlib
 
         # A file cannot contain its own sha256: that of the manifest is with zeros instead of it.
-        text = self._text.replace(self._checksum.encode() or b"?", b"0" * 64)
+        text = self.text.replace(self._checksum.encode() or b"?", b"0" * 64)
         if hashlib.sha256(text).hexdigest() != self._checksum:
-            raise LoadError(f"{_MANIFEST} {_CHANGED}")
+            raise LoadError(f"{MANIFEST} {_CHANGED}")
         # Frozen apps have their modules elsewhere.
         names = [n for n in self.files if "/" not in n and (self.root / n).is_file()]
         if reason := damage(self.root, {name: self.files[name] for name in names}, verify=True):
@@ -348,37 +346,6 @@ class Package:
         others = every - {variant.file}
         inside = {name for name in self.files if name.startswith(folder)} - others
         return {n: self.files[n] for n in sorted(inside) if not n.startswith(prepared)}
-
-    def unpacked(self, *, verify: bool) -> Path:
-        """The folder, in the user's cache, with a copy of this package, which is inside an archive."""
-        import hashlib
-        import shutil
-        import tempfile
-
-        parent = user_folder() / "unpacked"
-        folder = parent / hashlib.sha256(self._text).hexdigest()[:32]
-        manifest = folder / _MANIFEST
-
-        def is_whole() -> bool:
-            is_copy = manifest.is_file() and manifest.read_bytes() == self._text
-            return is_copy and not damage(folder, self.files, verify=verify)
-
-        if not is_whole():
-            parent.mkdir(exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as temporary:
-                new, old = parent / temporary / "new", parent / temporary / "old"
-                for name in (*self.files, _MANIFEST):
-                    (new / name).parent.mkdir(parents=True, exist_ok=True)
-                    with (self.root / name).open("rb") as file, (new / name).open("wb") as copy:
-                        shutil.copyfileobj(file, copy, 1 << 20)
-                # Another process may have made a copy and use it already: only a damaged one is moved away.
-                # On Windows a folder that another process has open stays: it is the same.
-                for source, target in ((new, folder), (folder, old), (new, folder)):
-                    if not is_whole():
-                        with contextlib.suppress(OSError):
-                            source.rename(target)
-        mark_used(folder)
-        return folder
 
 
 class Variant:
@@ -500,11 +467,12 @@ def _package(folder: Folder | None, verify: bool = False, module: str = "") -> P
     if (module or folder is None) and not root.is_dir():
         try:
             # The module is inside an archive.
-            root = Package(_files(module or __name__)).unpacked(verify=verify)
+            archived = Package(_files(module or __name__))
+            root = beside("_user_cache").unpack(sys.modules[__name__], archived, verify=verify)
         except Exception as error:
             raise LoadError(f"{root} cannot be read ({error})") from error
     with contextlib.suppress(OSError, ValueError):
-        stat = (root / _MANIFEST).stat()
+        stat = (root / MANIFEST).stat()
         return _read(root, stat.st_mtime_ns, stat.st_size)
     return Package(root)
 
@@ -701,8 +669,7 @@ class Opener:
 
     def open_compiled(self) -> Any:
         # Beside this module only where a target has recompile = true.
-        module = importlib.import_module("._recompile", __package__)
-        return module.open_compiled(sys.modules[__name__], self)
+        return beside("_recompile").open_compiled(sys.modules[__name__], self)
 
     def readable(self, file: Path, encoding: str, reason: str) -> Path:
         """``file`` by a path that can be written in ``encoding`` on Windows: its own, or its short one."""
@@ -863,38 +830,13 @@ class Opener:
 @functools.cache
 def user_folder() -> Path:
     """The app's own folder in the user's cache, or one for this process where that cannot be written."""
-    import atexit
-    import shutil
-    import tempfile
-    from pathlib import Path
-
-    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
-    defaults = {"win32": "~/AppData/Local", "darwin": "~/Library/Caches"}
-    base = os.environ.get(variable) or defaults.get(sys.platform, "~/.cache")
-    try:
-        folder = Path(base).expanduser() / __name__.split(".")[0]
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except (OSError, RuntimeError) as error:
-        # RuntimeError: this user has no home.
-        log("warning", f"the user's cache folder cannot be used, and starts are slower: {error}")
-        folder = Path(tempfile.mkdtemp(prefix="epcontext-"))
-        # Not in a process that was forked from this one.
-        maker = os.getpid()
-        atexit.register(lambda: shutil.rmtree(folder, True) if maker == os.getpid() else None)
+    folder: Path = beside("_user_cache").make_folder(sys.modules[__name__])
     return folder
 
 
-def mark_used(folder: Path) -> None:
-    """Keep ``folder``, which is in the user's cache, and remove what was unused for long beside it."""
-    import shutil
-
-    # It may have become read-only, and another process may remove the same.
-    with contextlib.suppress(OSError):
-        os.utime(folder)
-        for other in folder.parent.iterdir():
-            if other.stat().st_mtime < folder.stat().st_mtime - _UNUSED:
-                shutil.rmtree(other, ignore_errors=True)
+def beside(name: str) -> Any:
+    """The module ``name`` beside this one, which only some calls need."""
+    return importlib.import_module(f".{name}", __package__)
 
 
 def _register_ready() -> None:

@@ -28,6 +28,7 @@ LAYERS = [
         "_genai",
         "_recompile",
         "_runner",
+        "_user_cache",
         "loader",
         "recorder",
         "serialize",
@@ -214,7 +215,9 @@ def test_only_workers_import_onnxruntime_and_they_and_graph_onnx() -> None:
     assert not refused
 
 
-@pytest.mark.parametrize("name", ["loader", "_genai", "_recompile", "_runner", "recorder"])
+@pytest.mark.parametrize(
+    "name", ["loader", "_genai", "_recompile", "_runner", "_user_cache", "recorder"]
+)
 def test_what_runs_in_apps_imports_only_the_standard_library_and_onnxruntime(name: str) -> None:
     shipped = PACKAGE / f"{name}.py"
     roots = {each.split(".")[0] for each in imported(shipped)}
@@ -228,7 +231,7 @@ def test_what_runs_in_apps_imports_only_the_standard_library_and_onnxruntime(nam
 def test_nothing_imports_the_loader() -> None:
     importing = {name_of(m) for m in MODULES if "hatch_epcontext.loader" in imported(m)}
     # It imports types of the loader, beside which it is shipped.
-    assert importing == {"_genai.py", "_recompile.py", "_runner.py"}, (
+    assert importing == {"_genai.py", "_recompile.py", "_runner.py", "_user_cache.py"}, (
         "put into `shipped` what both need"
     )
 

@@ -174,7 +174,13 @@ def test_editable_installs_sdists_and_wheels_have_the_models(
     assert changed == {"my_app-1.0.dist-info/RECORD"}
     assert set(with_models.keys() - plain.keys()) == {
         f"my_app/epcontext/{path}"
-        for path in ("__init__.py", "_runner.py", "manifest.json", "a/cpu/a_optimized.onnx")
+        for path in (
+            "__init__.py",
+            "_runner.py",
+            "_user_cache.py",
+            "manifest.json",
+            "a/cpu/a_optimized.onnx",
+        )
     }
 
     monkeypatch.setenv("HATCH_EPCONTEXT_SKIP", "1")

@@ -129,6 +129,7 @@ def test_the_wheel_has_the_package(
     assert {name for name in names if name.startswith("my_app/epcontext/")} == {
         "my_app/epcontext/__init__.py",
         "my_app/epcontext/_runner.py",
+        "my_app/epcontext/_user_cache.py",
         "my_app/epcontext/manifest.json",
         "my_app/epcontext/a/cpu/a_optimized.onnx",
         "my_app/epcontext/a/source/a.onnx",
@@ -136,7 +137,7 @@ def test_the_wheel_has_the_package(
     assert files(root) == before, "the build changed the project"
     text = capsys.readouterr().err
     assert "epcontext: a -> cpu (cpu): ok, optimized graph, agrees on synthetic inputs" in text
-    assert "epcontext: verified the wheel: 4 files as in the manifest, by RECORD" in text
+    assert "epcontext: verified the wheel: 5 files as in the manifest, by RECORD" in text
     wheel.extractall(tmp_path / "installed")
     package = opened(tmp_path / "installed" / "my_app" / "epcontext")
     variants = {name: list(model.variants) for name, model in package.components.items()}
@@ -401,6 +402,7 @@ def test_an_editable_install_uses_the_source_models_in_place(
         ".gitignore",
         "__init__.py",
         "_runner.py",
+        "_user_cache.py",
         "manifest.json",
     }
     assert f"epcontext: wrote {root / 'my_app' / 'epcontext'}" in capsys.readouterr().err

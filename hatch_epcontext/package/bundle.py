@@ -177,7 +177,8 @@ def modules(import_name: str | None, models: Collection[Model]) -> Mapping[str, 
 
     With ``import_name``, the package's name, also the hook for PyInstaller, which finds it by that name.
     """
-    shipped = {"__init__.py": loader_file(), "_runner.py": loader_file().with_name("_runner.py")}
+    beside = {name: loader_file().with_name(name) for name in ("_runner.py", "_user_cache.py")}
+    shipped = {"__init__.py": loader_file(), **beside}
     if any(target.settings.recompile for model in models for target in model.targets):
         shipped["_recompile.py"] = loader_file().with_name("_recompile.py")
     if any(model.genai for model in models):

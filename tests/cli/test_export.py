@@ -48,12 +48,13 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
     out = app_project / "my_app" / "epcontext"
     printed = cli("export", app_project, "-o", out)
     assert printed.stderr.count("ok, optimized graph, agrees on synthetic inputs") == 4
-    assert printed.stdout.startswith(f"wrote {out} (8 files, ")
+    assert printed.stdout.startswith(f"wrote {out} (9 files, ")
     assert files(out) == [
         "__init__.py",
         "__pyinstaller/__init__.py",
         "__pyinstaller/hook-my_app.epcontext.py",
         "_runner.py",
+        "_user_cache.py",
         "a/one/a_optimized.onnx",
         "a/two/a_optimized.onnx",
         "b/one/b_optimized.onnx",
@@ -101,6 +102,7 @@ def test_only_the_chosen_target_is_exported(cli: Cli, app_project: Path, tmp_pat
     assert files(tmp_path / "out") == [
         "__init__.py",
         "_runner.py",
+        "_user_cache.py",
         "a/two/a_optimized.onnx",
         "b/two/b_optimized.onnx",
         "manifest.json",

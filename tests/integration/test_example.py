@@ -25,6 +25,7 @@ WHEEL = "digits_app-1.0.0-py3-none-any.whl"
 SHIPPED = {
     "__init__.py",
     "_runner.py",
+    "_user_cache.py",
     "manifest.json",
     "digits/cpu/digits_optimized.onnx",
     "digits/x-elite/digits_ctx.onnx",

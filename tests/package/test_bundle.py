@@ -47,6 +47,7 @@ def test_it_has_all_files_and_the_manifest_lists_them(
         "__pyinstaller/__init__.py",
         "__pyinstaller/hook-my_app.epcontext.py",
         "_runner.py",
+        "_user_cache.py",
         "a/cpu/a_ctx.onnx",
         "a/cpu/a_ctx_qnn.bin",
         "a/source/a.onnx",

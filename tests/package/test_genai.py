@@ -37,6 +37,7 @@ def test_the_folder_is_in_it_once_with_an_overlay_for_each_target(
     assert recorded(bundled) == FOLDER | {
         "__init__.py",
         "_runner.py",
+        "_user_cache.py",
         "genai.py",
         "llama/rtx/llama_ctx.onnx",
         "llama/rtx/overlay.json",
