@@ -80,8 +80,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Built:
-    """A finished job, in the form that won its ``search``, its artifact, and what onnxruntime-genai answers
-    with a language model.
+    """A finished ``job``, as the winner of its ``search`` compiled it, its artifact, and what
+    onnxruntime-genai answers with a language model.
     """
 
     job: Job

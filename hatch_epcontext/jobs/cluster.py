@@ -62,7 +62,7 @@ _POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Task:
+class _Task:
     """A job of a build, and what a worker needs to run it.
 
     ``files``: what the job reads, by path, in the shared cache at the URL ``cache``. ``needed``: what the
@@ -144,7 +144,7 @@ class Cluster:
             built = run_job(self._build, cached)
             record = built.artifact.record
             if record.versions == versions and (built.answers or not is_due(self._build, built)):
-                return replace(built, job=record.recipe.form_of(job))
+                return replace(built, job=record.recipe.job_of(job))
         shutil.rmtree(self._build.staging / PACKAGE / job.folder, ignore_errors=True)
         return None
 
@@ -161,7 +161,7 @@ class Cluster:
         files += (file for path in named for file in input_files(path))
         sent = {str(file): self._send(file) for file in files}
         limits = self._workers.timeout, self._workers.memory_limit
-        task = to_json(Task(job, sources, sent, needed, self._transport.url, *limits))
+        task = to_json(_Task(job, sources, sent, needed, self._transport.url, *limits))
         own = dict(job.target.resources) or None
         future = self._client.submit(run_task, task, [*sent, *named], resources=own, pure=False)
         ended = threading.Event()
@@ -176,8 +176,13 @@ class Cluster:
             raise BuildError(*outcome.problems)
         folder = self._build.staging / PACKAGE / job.folder
         self._transport.fetch_files(record.files, folder)
-        artifact, form = Artifact(folder, record), record.recipe.form_of(job)
-        built = Built(form, artifact, search, cached=False, answers=outcome.answers)
+        built = Built(
+            record.recipe.job_of(job),
+            Artifact(folder, record),
+            search,
+            cached=False,
+            answers=outcome.answers,
+        )
         store_result(self._build, job, built)
         return built
 
@@ -280,7 +285,7 @@ def look(text: str, needed: Mapping[str, str], dask_worker: Any) -> Mapping[str,
 
 
 def run_task(text: str, paths: Sequence[str]) -> str:
-    """The `TaskResult` of a `Task`, in which ``paths`` are those on the machine of the build."""
+    """The `TaskResult` of a `_Task`, in which ``paths`` are those on the machine of the build."""
     from distributed import get_worker
 
     worker = get_worker()
@@ -289,7 +294,7 @@ def run_task(text: str, paths: Sequence[str]) -> str:
         for path in paths:
             local = f"{root}/{path.lstrip('/')}".replace("\\", "/")
             text = text.replace(json.dumps(path), json.dumps(local))
-        task = from_json(text, Task)
+        task = from_json(text, _Task)
         try:
             outcome = _run_job(task, worker, folder)
         except Exception as error:
@@ -297,7 +302,7 @@ def run_task(text: str, paths: Sequence[str]) -> str:
         return to_json(outcome).replace(root, "")
 
 
-def _run_job(task: Task, worker: Any, folder: Path) -> TaskResult:
+def _run_job(task: _Task, worker: Any, folder: Path) -> TaskResult:
     def watch(key: str) -> None:
         """End what runs when dask forgets the task: the build has its result, needs none, or has ended."""
         while (state := worker.state.tasks.get(key)) and state.state != "cancelled":

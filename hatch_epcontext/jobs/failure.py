@@ -103,14 +103,14 @@ def _low_coverages(
         for attempt in attempts
         for reason in attempt.declined
     }
-    form, contexts = cause.recipe.form_of(job), _contexts_of(cause, search)
+    job, contexts = cause.recipe.job_of(job), _contexts_of(cause, search)
     # One value at the key, that all models keep.
-    key = form.target.place("min-coverage")
+    key = job.target.place("min-coverage")
     limit = Setting(key, math.floor(100 * cause.share) / 100)
     return tuple(
         replace(p, settings=tuple(limit if s.key == key else s for s in p.settings))
-        for model, context in zip(form.models, contexts, strict=True)
-        if (p := low_coverage(context.coverage, form.target, model, [*declined.values()]))
+        for model, context in zip(job.models, contexts, strict=True)
+        if (p := low_coverage(context.coverage, job.target, model, [*declined.values()]))
     )
 
 

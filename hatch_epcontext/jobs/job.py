@@ -162,11 +162,11 @@ class _JobRun:
 
     def _with_known(self, attempt: Attempt, search: Search) -> Attempt:
         """``attempt``, with what is known of its models without running them."""
-        form, compared = attempt.recipe.form_of(self._job), search.terms.compared
+        job, compared = attempt.recipe.job_of(self._job), search.terms.compared
         validations = dict(attempt.validations)
-        for model in form.models if attempt.record else ():
+        for model in job.models if attempt.record else ():
             stored = validations.pop(compared[model.name], None)
-            if (known := validation_without_run(form, model, stored)) is not None:
+            if (known := validation_without_run(job, model, stored)) is not None:
                 validations[compared[model.name]] = known
         return replace(attempt, validations=validations)
 
@@ -209,7 +209,7 @@ class _JobRun:
                 workers.pulse.mark_reported()
         folder = self._build.scratch("artifact")
         with self._files_unchanged():
-            attempt = self._steps.compile(recipe.form_of(self._job), recipe, folder)
+            attempt = self._steps.compile(recipe.job_of(self._job), recipe, folder)
         if attempt.record is not None:
             record = replace(attempt.record, search=self._key)
             self._artifacts[recipe] = Artifact(folder, record)
@@ -264,12 +264,12 @@ class _JobRun:
         to_beat: Nearness | None = None,
     ) -> Attempt:
         """``attempt``, whose models are run as far as the verdict needs it."""
-        form, compared = attempt.recipe.form_of(self._job), search.terms.compared
+        job, compared = attempt.recipe.job_of(self._job), search.terms.compared
         validations = dict(self._with_known(attempt, search).validations)
-        for model, context in zip(form.models, artifact.record.contexts, strict=True):
+        for model, context in zip(job.models, artifact.record.contexts, strict=True):
             validated = validations.get(compared[model.name])
             if validated is None:
-                validated = self._validate_model(form, model, artifact, context, to_beat)
+                validated = self._validate_model(job, model, artifact, context, to_beat)
                 validations[compared[model.name]] = validated
             if validated.validation.differs:
                 break
@@ -277,26 +277,26 @@ class _JobRun:
 
     def _validate_model(
         self,
-        form: Job,
+        job: Job,
         model: Model,
         artifact: Artifact,
         context: Context,
         to_beat: Nearness | None,
     ) -> Validated:
         """Validate a model of ``artifact``, or what is compiled alone if this machine cannot open that."""
-        if form.target.from_cache:
+        if job.target.from_cache:
             reason = (
                 "the artifact in the cache was not validated with these inputs, this tolerance and these "
                 "options."
             )
             raise self._not_cached(reason, step="validation")
-        if reason := form.reason_not_to_open:
-            alone = [job for job in self._job.alone if job.models == (model,)]
+        if reason := job.reason_not_to_open:
+            alone = [other for other in self._job.alone if other.models == (model,)]
             built = map(self._run_alone, alone)
             return worst_of_alone([b.validated[model.name] for b in built], reason)
         with self._files_unchanged():
             try:
-                return self._steps.validate(form, model, artifact, context, to_beat)
+                return self._steps.validate(job, model, artifact, context, to_beat)
             except BuildError as error:
                 if not may_avoid(error, artifact.record.recipe):
                     raise
@@ -324,11 +324,11 @@ class _JobRun:
 
     def _finish(self, search: Search, winner: Attempt) -> Built:
         """The result; raises BuildError if more must be known of it."""
-        form, artifact = winner.recipe.form_of(self._job), self._artifacts[winner.recipe]
-        built = Built(form, artifact, search, cached=bool(winner.day))
-        for model in form.models:
+        job, artifact = winner.recipe.job_of(self._job), self._artifacts[winner.recipe]
+        built = Built(job, artifact, search, cached=bool(winner.day))
+        for model in job.models:
             if model.validate.mode == "require":
-                check_required(form, model, built.validations[model.name])
+                check_required(job, model, built.validations[model.name])
         return built
 
     @contextlib.contextmanager

@@ -78,7 +78,7 @@ class Recipe:
         left = (Change("leave", self.left),) if self.left else ()
         return (*self.changes, *corrections, *left)
 
-    def form_of(self, job: Job) -> Job:
+    def job_of(self, job: Job) -> Job:
         """``job`` as this recipe compiles and validates it."""
         return job.dequantized if self.dequantize else job
 
