@@ -339,6 +339,9 @@ def _binary() -> Iterator[Case]:
             yield Case(f"y = {operator}(x, {constant})", ALL)
             if operator in ("Sub", "Div"):
                 yield Case(f"y = {operator}({constant}, x)", ALL)
+    several = {"several": np.array([3, 100, 20000, 60000] * 16, np.float32)}
+    wide = _rounded(np.random.default_rng(8).normal(size=(16, 64)) * several["several"])
+    yield Case("y = Div(x, several)", wide, constants=several)
     for constant in ("0.5", "3", "100", "-3"):
         yield Case(f"y = Mod<fmod=1>(x, {constant})", ALL)
     yield Case("y = PRelu(x, 0.25)", ALL)
@@ -648,6 +651,8 @@ def _integers() -> Iterator[Case]:
         }
         used = {key: value for key, value in constants.items() if key in re.findall(r"\w+", nodes)}
         yield Case(nodes, indices, "negative", used)
+    few = np.array([-1, -8, 3], np.int32)
+    yield Case("y = Gather(table, x)", few, "negative, int32", {"table": rows})
 
 
 def table(provider: str) -> Path:

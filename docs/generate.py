@@ -307,7 +307,7 @@ def _faults(faults: Iterable[Fault]) -> Iterator[tuple[str, ...]]:
 def _where(fault: Fault) -> str:
     where = [f"exponent {fault.exponent:.4g}"] if fault.exponent is not None else []
     if fault.computed and fault.operand:
-        where.append("where it is computed, and no stored number")
+        where.append("where it is no single stored number")
     if fault.behind:
         where.append(f"directly after {_code(sorted(fault.behind))}")
     for name, values in fault.attributes:

@@ -27,10 +27,14 @@ RewriteName = Literal[
     "bytes",
     "indices",
     "hard-swish",
+    "reciprocals",
+    "floor",
 ]
 """The rewrites of nodes that EPs compute wrong, or inexactly: see `rewrites.precise`."""
 
-WHOLE: tuple[RewriteName, ...] = ("truncate", "modulo", "truth", "bytes", "indices", "hard-swish")
+WHOLE: tuple[RewriteName, ...] = (
+    *("truncate", "modulo", "truth", "bytes", "indices", "hard-swish", "reciprocals"),
+)
 """Those of `rewrites.integers`."""
 
 ALWAYS: tuple[RewriteName, ...] = (
@@ -39,7 +43,9 @@ ALWAYS: tuple[RewriteName, ...] = (
 )
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
-FOR_RANGES: tuple[RewriteName, ...] = ("log-power", "log-sum-exp", "variance", "scaled-square")
+FOR_RANGES: tuple[RewriteName, ...] = (
+    *("log-power", "log-sum-exp", "variance", "scaled-square", "floor"),
+)
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
 FOR_KERNELS: tuple[RewriteName, ...] = ("unfuse-activation",)
@@ -61,8 +67,8 @@ class Fault:
     are wrong if it is from ``low`` to ``high``, and then ``gives`` at worst (None if more than one element
     decides, or if results are only less exact). If ``high`` is -0.0, 0.0 is right.
 
-    Its conditions: ``exponent``, of a Pow; ``computed``: the operand is not a stored tensor; ``behind``: the
-    node directly follows one of these operators, with or without an Add between; ``inputs``: their number;
+    Its conditions: ``exponent``, of a Pow; ``computed``: the operand is no single stored number; ``behind``:
+    the node directly follows one of these operators, with or without an Add between; ``inputs``: how many;
     ``attributes``: names, and the values that each may have, ``""`` for a missing one; ``whole``: the operand
     has integers, else floats.
     """

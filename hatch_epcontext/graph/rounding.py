@@ -228,7 +228,8 @@ def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
     dtype = scope.dtype(node.input[fault.operand])
     if fault.whole != (dtype is not None and dtype.kind in "iu"):
         return False
-    if fault.computed and scope.constant(node.input[fault.operand]) is not None:
+    stored = scope.constant(node.input[fault.operand]) if fault.computed else None
+    if stored is not None and stored.size == 1:
         return False
     if fault.exponent is not None:
         exponent = scope.constant(graph.operand(node, 1))

@@ -209,10 +209,17 @@ def _powers() -> Iterator[Fault]:
     yield Fault("Pow", text, None, 1, 127.0, _LIMIT, -_LIMIT)
 
 
-def _symmetric(operator: str, text: str, operand: int, low: float, gives: float) -> Iterator[Fault]:
-    """Faults of computed values from ``low`` on, and of their negatives."""
-    yield Fault(operator, text, None, operand, low, _LIMIT, gives, computed=True)
-    yield Fault(operator, text, None, operand, -_LIMIT, -low, -gives, computed=True)
+def _symmetric(
+    operator: str,
+    text: str,
+    operand: int,
+    low: float,
+    gives: float,
+    rewrite: RewriteName | None = None,
+) -> Iterator[Fault]:
+    """Faults of values from ``low`` on, and of their negatives, that are no single stored number."""
+    yield Fault(operator, text, rewrite, operand, low, _LIMIT, gives, computed=True)
+    yield Fault(operator, text, rewrite, operand, -_LIMIT, -low, -gives, computed=True)
 
 
 def _of_integers() -> Iterator[Fault]:
@@ -240,12 +247,12 @@ _FLOAT16 = dataclasses.replace(
     has_reciprocals=True,
     faults=(
         *_powers(),
-        Fault("Exp", "returns arbitrary values below -88", None, 0, -_LIMIT, -88.03, _LIMIT),
+        Fault("Exp", "returns arbitrary values below -88", "floor", 0, -_LIMIT, -88.03, _LIMIT),
         Fault("Exp", "returns arbitrary values above 88.7", None, 0, 88.7, _LIMIT, -_LIMIT),
         Fault("Log", "is -7.6 for 0", gives=-7.625),
-        Fault("Softplus", "returns arbitrary values below -88", None, 0, -_LIMIT, -88.03, _LIMIT),
+        Fault("Softplus", "returns arbitrary values below -88", "floor", 0, -_LIMIT, -88.03, _LIMIT),
         Fault("Softplus", "is off by up to 0.014 between -4 and 8", None, 0, -4.0, 8.0),
-        Fault("Mish", "returns arbitrary values below -88", None, 0, -_LIMIT, -88.03, _LIMIT),
+        Fault("Mish", "returns arbitrary values below -88", "floor", 0, -_LIMIT, -88.03, _LIMIT),
         Fault("Mish", "is off by up to 0.024 between -8 and 4", None, 0, -8.0, 4.0),
         *(
             Fault(operator, "is off by about |x| / 900, and is arbitrary beyond 1000", None, 0, *_WIDE)
@@ -253,7 +260,7 @@ _FLOAT16 = dataclasses.replace(
         ),
         *_symmetric("Atan", "is 131008, with x's sign, for |x| above 32768", 0, 32769.0, _LIMIT),
         *_symmetric("Reciprocal", "is 0 for |x| above 16384", 0, 16385.0, 0.0),
-        *_symmetric("Div", "is 0 for divisors above 16384", 1, 16385.0, 0.0),
+        *_symmetric("Div", "is 0 for divisors above 16384", 1, 16385.0, 0.0, "reciprocals"),
         Fault("Div", "is too small for divisors below 1.53e-5", None, 1, -1.526e-5, 1.526e-5),
         Fault("Mean", "is too small where the sum is above 65504", None, 0, *_WIDE),
         Fault("ReduceL2", "is at most 362, and 0 below 0.0002", None, 0, *_WIDE),

@@ -1,4 +1,4 @@
-"""What to compute instead of nodes that EPs compute wrong for negative or large integers, or for bytes.
+"""What to compute instead of nodes that EPs compute wrong for negative or large numbers, or for bytes.
 
 Each is for all values that the graph does not prove to be right: see `values.integers`.
 """
@@ -22,6 +22,9 @@ _COMPARING = 9
 
 _MAX_OF_MODULO = 1024
 """Up to here all remainders are right; QNN computes those of larger integers as floats of 11 bits."""
+
+_LARGEST_DIVISOR = 2.0**14
+"""Behind this one QNN's quotients are 0, unless the divisor is a single stored number."""
 
 
 def _dtype(node: onnx.NodeProto, operand: int, scope: Scope) -> np.dtype[Any] | None:
@@ -125,9 +128,12 @@ def _bytes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _counts_from_end(node: onnx.NodeProto, scope: Scope) -> bool:
-    """Whether indices are computed, and may be negative: an EP counts stored ones itself."""
+    """Whether indices are computed, and may be negative: an EP counts stored ones itself, and a Gather's of
+    int64.
+    """
     name = graph.operand(node, 1)
-    return scope.constant(name) is None and limits(name, scope)[0] < 0
+    is_counted = node.op_type == "Gather" and scope.dtype(name) != np.int32
+    return not is_counted and scope.constant(name) is None and limits(name, scope)[0] < 0
 
 
 def _indices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -167,6 +173,25 @@ def _swap(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Mul", *reversed(node.input))] if _is_hard_swish(node, scope) else None
 
 
+def _has_large_divisors(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether a Div has several stored float32 divisors, of which some are large."""
+    divisors = scope.constant(graph.operand(node, 1))
+    return (
+        divisors is not None
+        and divisors.dtype == np.float32
+        and divisors.size > 1
+        and bool((np.abs(divisors) > _LARGEST_DIVISOR).any() and divisors.all())
+    )
+
+
+def _multiply(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The product with the reciprocals."""
+    if not _has_large_divisors(node, scope):
+        return None
+    divisors = scope.stored_values(node.input[1])
+    return [builder.add("Mul", node.input[0], builder.store(np.reciprocal(divisors)))]
+
+
 _Applies = Callable[[onnx.NodeProto, Scope], bool]
 
 RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], _Applies]] = {
@@ -174,7 +199,12 @@ RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], _Applies]] = {
     "modulo": (_modulo, ("Mod",), _is_large),
     "truth": (_truth, ("Cast",), _is_truth),
     "bytes": (_bytes, ("Cast",), _is_of_bytes),
-    "indices": (_indices, ("GatherElements", "ScatterElements", "ScatterND"), _counts_from_end),
+    "indices": (
+        _indices,
+        ("Gather", "GatherElements", "ScatterElements", "ScatterND"),
+        _counts_from_end,
+    ),
     "hard-swish": (_swap, ("Mul",), _is_hard_swish),
+    "reciprocals": (_multiply, ("Div",), _has_large_divisors),
 }
 """Rewrites with their operators, and whether a node may need one."""

@@ -330,6 +330,11 @@ def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.reduced("ReduceMean", builder.add("Mul", away, away), axes, keepdims=keeps)]
 
 
+def _floor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Of numbers from -80 on: for smaller ones the result is 0 in float16 too."""
+    return [builder.add(node.op_type, builder.add("Max", node.input[0], builder.number(-80)))]
+
+
 _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
     "square": (_power, ("Pow",)),
     "mean": (_mean, ("Mul", "Div")),
@@ -340,6 +345,7 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
     "log-sum-exp": (_sum_of_powers, ("Div", "Log")),
     "variance": (_variance, ("Sub",)),
     "scaled-square": (_root_mean, ("Sqrt",)),
+    "floor": (_floor, ("Exp", "Mish", "Softplus")),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh")),
 }
 

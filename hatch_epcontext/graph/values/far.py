@@ -144,7 +144,7 @@ class UsesOfInputs:
 
     def _add_indices(self, node: onnx.NodeProto) -> None:
         scope, data = self._terms.scope, node.input[0]
-        if node.op_type == "Gather" and data in scope.stored:
+        if node.op_type == "Gather" and scope.stored.get(data) is not None:
             # No app counts the rows of a table, such as words, from its end.
             return
         for term in self._own(node.input[1]):
@@ -171,15 +171,18 @@ class UsesOfInputs:
         return (term for term in self._numbers(name) if not term.several)
 
     def _add_reach(self, node: onnx.NodeProto) -> None:
-        """A logarithm is of numbers of all sizes, a remainder uses all digits of integers, and a division by
-        a large integer is of larger ones.
+        """A logarithm is of numbers of all sizes, a remainder uses all digits of integers, but for that of a
+        power of two, and a division by a large integer is of larger ones.
         """
         scope = self._terms.scope
         dtype, other = scope.dtype(node.input[0]), scope.constant(graph.operand(node, 1))
         is_whole = dtype is not None and dtype.kind in "iu"
+        is_modulo = node.op_type == "Mod"
+        if is_modulo and other is not None and _are_powers_of_two(other):
+            return
         is_long = is_whole and other is not None and _is_long(other)
         for term in self._own(node.input[0]):
-            uses_digits = is_whole and node.op_type == "Mod" and term.scale == 1
+            uses_digits = is_whole and is_modulo and term.scale == 1
             is_log = node.op_type == "Log" and term.scale == 1
             if is_log or uses_digits or is_long:
                 self.of[term.input].reach = _MAX_EXACT
@@ -224,6 +227,12 @@ def _is_long(divisors: Numbers) -> bool:
     return bool((np.abs(divisors) >= _LONG).any()) and not _SECONDS.issuperset(
         map(int, divisors.ravel())
     )
+
+
+def _are_powers_of_two(divisors: Numbers) -> bool:
+    """Whether remainders are the last bits of integers, which an EP with fewer bits has too."""
+    sizes = np.abs(divisors.astype(np.int64))
+    return bool(((sizes > 0) & (sizes & (sizes - 1) == 0)).all())
 
 
 def _unit_of(constants: Numbers) -> float:

@@ -137,13 +137,17 @@ def choose(
 
 
 def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
-    """Those far from the ordinary that may differ on the target; the emulation shows nothing of integers."""
+    """Those far from the ordinary that may differ on the target, and of floats the worst one: the emulation
+    shows nothing of integers, nor all that kernels do to large values.
+    """
     far = sorted((level for level in levels if level.run.far), key=lambda level: level.margin)
     differing = [level.run for level in far if level.margin < 0]
     if is_large:
         return differing[:1]
-    whole = [level.run for level in far if level.margin >= 0 and _is_whole(level.run)]
-    return [*differing[:_MOST_FAR], *whole]
+    others = [level.run for level in far if level.margin >= 0]
+    whole = [run for run in others if _is_whole(run)]
+    floats = [run for run in others if not _is_whole(run)][: not differing]
+    return [*differing[:_MOST_FAR], *floats, *whole]
 
 
 def _is_whole(run: ReferenceRun) -> bool:

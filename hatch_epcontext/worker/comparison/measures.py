@@ -318,7 +318,8 @@ def _agreement_of(name: str, deviation: _Deviation) -> Agreement:
     ratio, worst = min(
         slices, key=lambda item: item[0] + deviation.allowance(item[1].axis), default=(None, None)
     )
-    snr = float(deviation.decibels(None))
+    # Of values that are all 0 there is no signal.
+    snr = max(float(deviation.decibels(None)), NOTHING)
     return Agreement(name, largest_error, deviation.cosine, snr, worst, ratio)
 
 
@@ -387,7 +388,7 @@ class _Deviation:
     def decibels(self, axis: int | None) -> Numbers:
         """The signal-to-noise ratio of the output or of each slice."""
         noise = np.asarray((self.error**2).mean(axis=self._others(axis)))
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             ratio = self.signal(axis) / noise
             if (
                 self.facts.nature == "unit"

@@ -20,6 +20,7 @@ WHOLE = np.array([[0, 1, -1, 7, -7, 24, -24, 25, 1999, -2001, 481336, -999983, 2
 SIZE = WHOLE.size
 ROWS = np.random.default_rng(0).standard_normal((1, 20)).astype(np.float32)
 OUTSIDE = np.array([[0, -1, 19, -20, 5]])
+FEW = np.array([[3.5, -70000]])
 
 TAKEN = "(float[1, 20] t, int64[1, 5] i) => (y)"
 
@@ -29,7 +30,14 @@ def model(body: str, opset: int = 17) -> onnx.ModelProto:
 
 
 def feeds(source: onnx.ModelProto) -> Mapping[str, Any]:
-    known = {"x": WHOLE, "t": ROWS, "i": OUTSIDE, "b": WHOLE.astype(np.uint8), "u": OUTSIDE + 0.5}
+    known = {
+        "x": WHOLE,
+        "t": ROWS,
+        "i": OUTSIDE,
+        "b": WHOLE.astype(np.uint8),
+        "u": OUTSIDE + 0.5,
+        "f": FEW,
+    }
     given = {value.name: known[value.name] for value in source.graph.input}
     return {n: a.astype(np.float32) if a.dtype == np.float64 else a for n, a in given.items()}
 
@@ -47,6 +55,11 @@ def feeds(source: onnx.ModelProto) -> Mapping[str, Any]:
         ("truth", "y = Cast<to=9>(x)"),
         ("bytes", f"(uint8[1, {SIZE}] b) => (y) {{ y = Cast<to=1>(b) }}"),
         ("indices", f"{TAKEN} {{ y = GatherElements<axis=1>(t, i) }}"),
+        ("indices", f"{TAKEN} {{ j = Cast<to=6>(i) y = Gather<axis=1>(t, j) }}"),
+        (
+            "reciprocals",
+            "(float[1, 2] f) => (y) <float[2] k = {16, 65536}> { y = Div(f, k) }",
+        ),
         ("indices", f"{TAKEN} {{ j = Neg(i) k = Add(j, i) y = GatherElements<axis=-1>(t, k) }}"),
         (
             "indices",
@@ -109,7 +122,10 @@ def test_integers_that_are_computed_count_if_their_types_are_known() -> None:
             "indices",
             "(float[1, 20] t) => (y) <int64[1, 1] i = {-1}> { y = GatherElements<axis=1>(t, i) }",
         ),
+        ("indices", f"{TAKEN} {{ y = Gather<axis=1>(t, i) }}"),
         ("hard-swish", "(float[1, 20] t) => (y) { s = HardSigmoid(t) y = Mul(s, t) }"),
+        ("reciprocals", "(float[1, 20] t) => (y) <float[1] k = {65536}> { y = Div(t, k) }"),
+        ("reciprocals", "(float[1, 2] t) => (y) <float[2] k = {16, 8192}> { y = Div(t, k) }"),
     ],
 )
 def test_what_is_right_by_itself_stays(name: RewriteName, body: str) -> None:

@@ -184,6 +184,8 @@ CORRECTED: Mapping[str, Variants] = {
     },
     "indices": {11: f"{WHOLE} {{ m = Mod (x, two) i = Sub (m, two) y = GatherElements (x, i) }}"},
     "hard-swish": {7: f"{X} {{ s = HardSigmoid (x) y = Mul (x, s) }}"},
+    "reciprocals": {7: f"{X} <float[4] k = {{1, 2, 4, 32768}}> {{ y = Div (x, k) }}"},
+    "floor": {8: f"{X} {{ y = Exp (x) }}"},
 }
 """By the id of the rewrite."""
 

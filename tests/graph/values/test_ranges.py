@@ -291,6 +291,7 @@ def spans(range_: Range) -> list[tuple[float, float]]:
             "(int32[4] x) => (float[4] y) { c = Cast <to = 1> (x) y = Log (c) }",
             [(-1000, 1000), (-65504, 65504)],
         ),
+        ("(float[5, 9] t, int32[2] x) => (float[2, 9] y) { y = Gather (t, x) }", [(-5, 4)]),
         # Words of a table.
         ("(int32[2] x) => (float[2, 9] y) { y = Gather (w, x) }", []),
         # Categories.
@@ -375,6 +376,8 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
     [
         ("y = Add (x, x)", 0),
         ("y = Mod (x, k)", 2**53),
+        # The last bits, which fewer bits have too.
+        ("y = Mod (x, bits)", 0),
         ("y = ReduceMax (x)", 2**53),
         # Of milliseconds and of seconds since 1970.
         ("d = Div (x, ms) y = Mod (d, k)", 2**53),
@@ -387,5 +390,5 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
 )
 def test_constants_show_how_large_values_are(nodes: str, reach: float) -> None:
     text = f"""(int64[4] x) => (y) <int64 k = {{24}}, int64 hour = {{3600}}, int64 ms = {{86400000}},
-        int64 id = {{10000000000}}, float micro = {{0.000001}}> {{ {nodes} }}"""
+        int64 id = {{10000000000}}, int64 bits = {{1024}}, float micro = {{0.000001}}> {{ {nodes} }}"""
     assert all_of(text)["x"].reach == pytest.approx(reach, rel=1e-4)

@@ -87,6 +87,14 @@ def test_a_model_that_float16_computes_well_is_not_sensitive(tmp_path: Path) -> 
     assert [each.name for each in choose(levels, is_optimistic=False)] == ["random"]
 
 
+def test_the_target_runs_the_worst_floats_that_are_far_from_the_ordinary(tmp_path: Path) -> None:
+    made = parsed(
+        """(float[1, 2] x) => (float[1, 2] y) <float[2] mean = {300, 50000}, float[2] deviation = {50, 9000}>
+        { c = Sub (x, mean) y = Div (c, deviation) }"""
+    )
+    assert [run.name for run in chosen(made, tmp_path) if run.far] == ["other values of x"]
+
+
 SATURATING = """(float[8, 512] x) => (float[8, 1] y) <float k = {9000}, int64[1] axes = {1}> {
     [scale] large = Mul (x, k)
     [total] sum = ReduceSum (large, axes)

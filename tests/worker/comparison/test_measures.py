@@ -19,7 +19,7 @@ from hatch_epcontext.worker.comparison.measures import (
     Scores,
     compare_values,
 )
-from hatch_epcontext.worker.results import Agreement, AgreementStatus
+from hatch_epcontext.worker.results import NOTHING, Agreement, AgreementStatus
 
 PLAIN = OutputFacts()
 HALF = Tolerance(20, 0.99, unit=0.1)
@@ -64,6 +64,12 @@ def test_noise_counts_relative_to_the_signal(scale: float) -> None:
     assert not agrees(2 * reference, reference), "its cosine is 1"
     assert not agrees(-reference, reference)
     assert not agrees(reference[::-1], reference)
+
+
+def test_a_signal_of_zeros_has_a_finite_ratio() -> None:
+    """A worker's reply is JSON."""
+    agreement = compared([1, 0, 0, 1], [0, 0, 0, 0])
+    assert (agreement.differs, agreement.snr) == (True, NOTHING)
 
 
 def test_the_largest_of_many_differences_alone_fails_nothing() -> None:
