@@ -68,7 +68,7 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
     if hasattr(onnxruntime, "ModelPackageContext"):
         open_by_onnx_runtime(out)
     inspected = cli("inspect", out, "--verify").stdout
-    assert inspected.endswith("verified: 8 files\n")
+    assert inspected.endswith("verified: 9 files\n")
     # As the manifest records them.
     assert printed.stdout.partition("(")[2].rstrip(")\n") in inspected.splitlines()[0]
 
