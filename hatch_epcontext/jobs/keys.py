@@ -1,16 +1,6 @@
 """The identities by which a build finds what earlier ones learnt of a job; each is a hex sha256.
 
-- `fingerprint`: models, settings that change what is compiled, calibration data; no paths, no times. Another
-  one needs another artifact.
-- `search_key`: that, and the versions of what compiles. With another one nothing is known: the search starts
-  anew.
-- `artifact_key`: that, and a recipe. Without an entry the recipe is compiled.
-- `terms_of`: how each model is compared, and how much of it must be compiled. With others the attempts are
-  judged again, and run again where the comparison is another.
-- `genai.answers_key`: the files of a language model and of an artifact, and the overlays with which
-  onnxruntime-genai opens them. With another one it answers prompts again.
-- `Source.identity`: content and sizes of one model, by which the app's loader finds a companion of another
-  model.
+``docs/architecture.md`` says what a miss of each means, and which other identities there are.
 
 In the cache ``searches`` are found by the search key, ``artifacts`` by their own, and ``refs``, the keys of
 the latest artifacts, by only the fingerprint, for builds that only read the cache.
@@ -34,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(build: Build, job: Job) -> str:
-    """What ``job`` compiles to, with any versions."""
+    """What ``job`` compiles to, with any versions: see `Job.fingerprint`."""
     calibration = job.target.calibration
     digest = calibration and inputs_digest(calibration, build.cache.index)
     return job.fingerprint([build.sources[model.name].sha256 for model in job.models], digest)
