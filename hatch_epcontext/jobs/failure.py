@@ -11,9 +11,9 @@ from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import Advice, BuildError, Key, Kind, Problem, Setting
 from hatch_epcontext.graph.facts import INSIDE, Declined, NodeFacts, describe_nodes, freeze
 from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION, REPEATING, is_of_integers
+from hatch_epcontext.jobs.notes import notes
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, Search
-from hatch_epcontext.jobs.stages import untried
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.results import NOTHING, Context, Coverage
@@ -65,7 +65,7 @@ def failure(
     if cause.day and not job.target.from_cache:
         again = f"This was tried before ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
         first = replace(first, message=f"{first.message}\n{again}")
-    first = replace(first, tried=(*search.notes(cause), *untried(search)))
+    first = replace(first, tried=notes(search, cause))
     if not differing and not agreeing:
         first = _with_unrolling(first, job, attempts)
     if _is_broken(job, cause, attempts):

@@ -30,6 +30,7 @@ from hatch_epcontext.jobs.cache.build import changed_error
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.genai import answers_key, compare_answers
 from hatch_epcontext.jobs.keys import artifact_key, fingerprint, search_key, terms_of
+from hatch_epcontext.jobs.notes import best_note
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.recipe import Recipe, Record
@@ -205,7 +206,7 @@ class _JobRun:
             # The first one needs no name.
             line = workers.recipes[location] = f"recipe {number + 1}: {recipe.name}"
             if workers.progress and time.monotonic() > self._start + _ANNOUNCED:
-                workers.progress(f"{location}: {line} (until now: {search.best_note}) ...")
+                workers.progress(f"{location}: {line} (until now: {best_note(search)}) ...")
                 workers.pulse.mark_reported()
         folder = self._build.scratch("artifact")
         with self._files_unchanged():

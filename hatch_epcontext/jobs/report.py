@@ -9,8 +9,8 @@ import hatch_epcontext
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, FailureReport, Result, Source
+from hatch_epcontext.jobs.notes import notes
 from hatch_epcontext.jobs.recipe import Times
-from hatch_epcontext.jobs.stages import untried
 from hatch_epcontext.providers import QUANTIZED
 from hatch_epcontext.text import count, show_number
 from hatch_epcontext.worker.results import (
@@ -94,7 +94,7 @@ def make_report(result: Result) -> Report:
 def _report(built: Built, sources: Mapping[str, Source]) -> JobReport:
     record, winner, validated = built.artifact.record, built.attempt, built.validated
     models = zip(built.job.models, record.preparations, record.contexts, strict=True)
-    tried = (*winner.dropped, *built.search.notes(winner), *untried(built.search))
+    tried = (*winner.dropped, *notes(built.search, winner))
     return JobReport(
         target=built.job.target.name,
         provider=built.job.target.provider.name,

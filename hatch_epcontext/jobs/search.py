@@ -9,8 +9,7 @@ errors are views of it. What follows from it is in `stages`.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from typing import Literal
 
@@ -20,11 +19,9 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Declined, NodeFacts
 from hatch_epcontext.jobs.recipe import Nodes, Recipe, Record, Stop, Times
 from hatch_epcontext.serialize import value_sha256
-from hatch_epcontext.text import count
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,
     GAIN,
-    NOTHING,
     AgreementStatus,
     Coverage,
     Nearness,
@@ -35,9 +32,6 @@ _PATIENCE, _SHORT = 4.0, 30.0
 """How many times longer than compiling and one run a search goes on although a result may be shipped; and the
 seconds that it may always take.
 """
-
-_MAX_REASONS = 8
-"""The most reasons why rewrites did not apply that a note has."""
 
 
 @dataclass(frozen=True)
@@ -179,42 +173,8 @@ class Attempt:
         is_again = self.stop and self.recipe.changes
         return self.recipe.with_change(kind, None if is_again else self.refused_nodes)
 
-    def notes(self, validations: Mapping[str, Validated]) -> Iterator[str]:
-        """Its result, for a report; ``validations``: those that count, by model."""
-        stop, names = self.stop, ["dequantized"] if self.recipe.dequantize else []
-        if stop is None:
-            done = self.record.preparations if self.record else ()
-            names += dict.fromkeys(name for p in done for name in (*p.options, *p.rewrites))
-            result = f"{count(self.uncovered, 'node')} on the CPU"
-            verdict = verdict_of(validations)
-            if problems := differences_in(validations):
-                result = _first_line(problems[0].message)
-                if verdict and NOTHING < verdict.margin <= -1:
-                    result = f"{result}, {-verdict.margin:.0f} dB beyond the limits"
-            elif verdict is not None and math.isfinite(verdict.margin):
-                result = f"{result}, {verdict.margin:.0f} dB above the limits"
-                if verdict.status == "beaten":
-                    result = f"{result}, no nearer than another recipe: not all samples were run"
-        elif stop.step == "change":
-            yield from self.dropped
-            reasons = Counter((d.rewrite, d.operator, d.reason) for d in self.declined)
-            for (rewrite, operator, reason), number in reasons.most_common(_MAX_REASONS):
-                if rewrite == "decompose":
-                    yield f"no rewrite is for {operator}: {reason}"
-                else:
-                    yield f"{rewrite} does not apply to {number} {operator}: {reason}"
-            return
-        elif stop.step == "prepare":
-            for problem in stop.problems:
-                yield f"{self.recipe.simplifier} failed: {' '.join(problem.message.split())}"
-            return
-        else:
-            names += stop.rewrites
-            result = _first_line(stop.problems[0].message)
-        yield f"{'; '.join(names) or 'unmodified'}: {result}"
 
-
-def verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
+def _verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
     """What the validations of an attempt's models say of it; None if it has none yet."""
     validations = [one.validation for one in validated.values()]
     if not validations:
@@ -246,17 +206,6 @@ def verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
         any(emulation.in_format for emulation in emulations),
         any(emulation.inexact for emulation in emulations),
     )
-
-
-def differences_in(validated: Mapping[str, Validated]) -> tuple[Problem, ...]:
-    """The problems of outputs that differ from the CPU's, in the validations of an attempt's models."""
-    validations = [one.validation for one in validated.values()]
-    problems = (p for v in validations for p in (*v.failures, *v.problems))
-    return tuple(replace(problem, step="validation") for problem in problems)
-
-
-def _first_line(message: str) -> str:
-    return message.split("\n", 1)[0].rstrip(".:")
 
 
 def most_complete(attempts: Iterable[Attempt]) -> Attempt:
@@ -330,7 +279,7 @@ class Search:
 
     def verdict(self, attempt: Attempt) -> Verdict | None:
         """What validation says of ``attempt``; None before that."""
-        return verdict_of(self.validations_of(attempt))
+        return _verdict_of(self.validations_of(attempt))
 
     @property
     def seconds(self) -> float:
@@ -352,24 +301,9 @@ class Search:
 
     def differences(self, attempt: Attempt) -> tuple[Problem, ...]:
         """The problems of outputs of ``attempt`` that differ from the CPU's."""
-        return differences_in(self.validations_of(attempt))
-
-    def notes(self, other_than: Attempt) -> tuple[str, ...]:
-        """The results of all attempts but one, for a report."""
-        others = (attempt for attempt in self.attempts if attempt.recipe != other_than.recipe)
-        notes = (note for a in others for note in a.notes(self.validations_of(a)))
-        return tuple(dict.fromkeys(notes))
-
-    @property
-    def best_note(self) -> str:
-        """The result of the attempt that is nearest to the CPU until now, or covers most."""
-
-        def rank(attempt: Attempt) -> tuple[bool, float, float]:
-            verdict = self.verdict(attempt)
-            return verdict is not None, verdict.margin if verdict else 0.0, attempt.share
-
-        best = max(self.attempts, key=rank)
-        return next(best.notes(self.validations_of(best)), "nothing is compiled")
+        validations = [one.validation for one in self.validations_of(attempt).values()]
+        problems = (p for v in validations for p in (*v.failures, *v.problems))
+        return tuple(replace(problem, step="validation") for problem in problems)
 
     def adding(self, attempt: Attempt) -> Search:
         """The search with ``attempt``, instead of what is known about its recipe."""

@@ -7,7 +7,7 @@ same recipes as if this build had tried it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -328,15 +328,6 @@ def next_recipe(search: Search) -> Try | Validate | Won | Lost:
         return _next(search)
     except _UnvalidatedError as unvalidated:
         return Validate(unvalidated.attempt, _to_beat(search, unvalidated.attempt))
-
-
-def untried(search: Search) -> Iterator[str]:
-    """What is not tried because ``search`` has lasted long enough, in lines."""
-    if search.is_spent:
-        outcome = next_recipe(replace(search, winners={}, is_patient=True))
-        if isinstance(outcome, Try):
-            reason = f"the search has taken {search.seconds:.0f} s, and this result may be shipped"
-            yield f"{outcome.recipe.name}: not tried, because {reason}"
 
 
 def _to_beat(search: Search, attempt: Attempt) -> Nearness | None:

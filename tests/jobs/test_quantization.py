@@ -12,6 +12,7 @@ import pytest
 from onnxruntime.quantization import quantize_dynamic
 
 from hatch_epcontext.errors import EpcontextError
+from hatch_epcontext.jobs.notes import notes
 from hatch_epcontext.jobs.report import describe_validation, summarize, validation_warnings
 from hatch_epcontext.worker.results import Agreement, ValidationStatus
 from tests.conftest import needs_qnn, newer_runtime
@@ -113,8 +114,9 @@ def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, projec
     (built,) = run(toml).built
     (preparation,), (context,) = built.artifact.record.preparations, built.artifact.record.contexts
     assert preparation.precision == "dequantized (1 operator)"
-    notes = built.search.notes(built.attempt)
-    assert notes[0].startswith("unmodified: QNNExecutionProvider compiled no node")
+    assert notes(built.search, built.attempt)[0].startswith(
+        "unmodified: QNNExecutionProvider compiled no node"
+    )
     assert context.coverage is not None
     assert not context.coverage.uncovered
     validation = built.validations["a"]

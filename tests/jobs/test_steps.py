@@ -16,6 +16,7 @@ from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.jobs.artifact import Artifact, Source
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
+from hatch_epcontext.jobs.notes import notes
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.recipe import Recipe, Stop
@@ -155,7 +156,7 @@ def prepared(job: Job, tmp_path: Path, workers: Workers) -> tuple[Preparation, t
     """How it was prepared, and what else was tried."""
     built = run_job(new_build(workers, tmp_path, job), job)
     (preparation,) = built.artifact.record.preparations
-    return preparation, built.search.notes(built.attempt)
+    return preparation, notes(built.search, built.attempt)
 
 
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
