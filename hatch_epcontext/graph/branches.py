@@ -13,9 +13,9 @@ from hatch_epcontext.graph.scope import Scope
 
 @dataclass(frozen=True)
 class Branching:
-    """An If or a Loop, in words, and the ``condition`` of that or the number of iterations of this.
+    """An If or a Loop, in words, and its ``condition``: of a Loop the number of iterations, or the first one.
 
-    ``condition`` is empty if it is computed inside another node. ``outputs``: those of the graph that depend
+    It is empty if it is computed inside another node. ``outputs``: those of the graph that depend
     on it.
     """
 
@@ -28,6 +28,8 @@ class Branching:
         """Which part no sample has run, if conditions were on these ``sides`` only."""
         missing = frozenset((True, False)) - sides
         if self.is_loop:
+            if not self.condition:
+                return None
             return f"no sample runs the body of the {self.node}" if True in missing else None
         if len(missing) == 2:
             return f"the branches that samples take in the {self.node} are unknown"
@@ -48,12 +50,11 @@ def branchings(main: onnx.GraphProto, kept: onnx.GraphProto) -> Iterator[Branchi
             outer,
             *(inner for body in graph.inner_graphs(outer) for inner in graph.nodes(body)),
         ):
-            condition = graph.operand(node, 0)
-            if node.op_type not in ("If", "Loop") or node.name not in names or not condition:
+            if node.op_type not in ("If", "Loop") or node.name not in names:
                 continue
-            if condition in own and not scope.varies([condition]):
-                continue
+            is_loop, what = node.op_type == "Loop", f"{node.op_type} {node.name!r}"
             outputs = frozenset(name for name, indices in needed.items() if index in indices)
-            is_known = condition in own
-            what = f"{node.op_type} {node.name!r}"
-            yield Branching(what, condition if is_known else "", node.op_type == "Loop", outputs)
+            for condition in filter(None, node.input[: 1 + is_loop]):
+                is_known = condition in own
+                if not is_known or scope.varies([condition]):
+                    yield Branching(what, condition if is_known else "", is_loop, outputs)

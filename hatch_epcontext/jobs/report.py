@@ -209,7 +209,7 @@ def describe_values(values: InputValues) -> str:
 
 def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     """What the validation of the model ``name`` leaves open, in lines."""
-    where = "(validate.inputs, or --inputs on the command line)"
+    where = "(validate.inputs or --inputs)"
     for agreement in validation.inconclusive:
         hint = f"; give real inputs {where}" if validation.synthetic else ""
         reason = f"is inconclusive, because {agreement.reason}{hint}"

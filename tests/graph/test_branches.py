@@ -14,12 +14,17 @@ BODIES = """then_branch = a () => (float[2] p) { p = Abs (x) },
 NESTED = """then_branch = a () => (float[2] p) { inside },
     else_branch = b () => (float[2] q) { q = Neg (x) }"""
 
+LOOP = """y = Loop ({}, {}, x) <body = b (int64 i, bool g, float[2] v) => (bool h, float[2] w)
+    {{ h = Identity (g) w = Abs (v) }}>"""
+
 
 @pytest.mark.parametrize(
     ("nodes", "condition"),
     [
         (f"y = If (c) <{BODIES}>", "c"),
         (f"m = ReduceMax <keepdims = 0> (x) d = Greater (m, k) y = If (d) <{BODIES}>", "d"),
+        (LOOP.format("", "c"), "c"),
+        (f"n = Cast <to = 7> (c) {LOOP.format('n', '')}", "n"),
         # Known, whatever the inputs are.
         (f"n = Size (x) d = Equal (n, two) y = If (d) <{BODIES}>", None),
         ("y = Abs (x)", None),
@@ -54,6 +59,7 @@ def test_conditions_that_inputs_decide(nodes: str, condition: str | None) -> Non
         (set(), False, "the branches that samples take in the If 'a' are unknown"),
         ({True}, True, None),
         ({False}, True, "no sample runs the body of the If 'a'"),
+        (set(), True, "no sample runs the body of the If 'a'"),
     ],
 )
 def test_what_no_sample_runs_is_named(sides: set[bool], is_loop: bool, untaken: str | None) -> None:

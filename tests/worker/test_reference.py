@@ -416,6 +416,20 @@ BRANCHES = """<then_branch = a () => (float[4] p) { p = Abs (x) },
     else_branch = b () => (float[4] q) { q = Neg (x) }>"""
 
 
+def test_a_loop_is_run_and_is_skipped(tmp_path: Path) -> None:
+    made = parsed(
+        """(float[4] x, int64 n, bool c) => (float[4] y) {
+        y = Loop (n, c, x) <body = b (int64 i, bool g, float[4] v) => (bool h, float[4] w)
+            { h = Identity (g) w = Neg (v) }> }"""
+    )
+    made.graph.node[-1].name = "n"
+    _, expected = referred(made, tmp_path)
+    on_target = [run for run in expected.runs if run.on_target]
+    taken = {side for run in on_target for side in sides(run, expected.facts.deciders)}
+    assert taken == {(name, side) for name in ("n", "c") for side in (True, False)}
+    assert expected.facts.of("y").inconclusive == ""
+
+
 @pytest.mark.parametrize(
     ("nodes", "untaken"),
     [

@@ -68,7 +68,8 @@ class Uses:
 
     ``centers``: constants that it subtracts, or compares with. ``indexed``: the size of an axis in which they
     are indices. ``is_signal``: whether a filter reads them. ``scale`` and ``gain``: the smallest and the
-    largest factor by which it multiplies them. ``floats`` and ``reach``: as in `Range`.
+    largest factor by which it multiplies them. ``floats`` and ``reach``: as in `Range`. ``skipping``: the
+    value for which a Loop has no iteration.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -78,6 +79,7 @@ class Uses:
     gain: float = 1.0
     floats: InFloats | None = None
     reach: float = 0.0
+    skipping: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,9 @@ class UsesOfInputs:
         if operator in _OF_SIGNALS:
             for term in self._terms.of(node.input[0]):
                 self.of[term.input].is_signal = True
+        elif operator == "Loop":
+            for term in self._own(node.input[0]):
+                self.of[term.input].skipping = term.input_of(0)
         elif operator in _INDEXED:
             self._add_indices(node)
         elif operator == "Cast" and graph.attribute(node, "to", 0) in _FLOATS:
@@ -255,6 +260,8 @@ def dtype_bounds(facts: TensorFacts) -> tuple[float, float]:
 def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     """``ordinary``, the range of an input with these ``uses``, with the values that are far from it."""
     dtype = numpy_dtype(facts.dtype)
+    if uses.skipping is not None and ordinary.whole:
+        return replace(ordinary, far=(Far(centers=(uses.skipping,), spreads=(0.0,)),))
     if dtype.kind in "bc" or ordinary.usual is not None:
         return ordinary
     if not is_float(dtype):

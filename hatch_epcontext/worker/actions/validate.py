@@ -23,8 +23,8 @@ from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.advice import Explained, Subject, explain, problems_of, warning
-from hatch_epcontext.worker.comparison.compare import compare_runs
-from hatch_epcontext.worker.comparison.diverging import Divergence
+from hatch_epcontext.worker.comparison.compare import Difference, compare_runs
+from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect, nearest
 from hatch_epcontext.worker.comparison.emulation import FormattedModel, emulate
 from hatch_epcontext.worker.comparison.levels import Levels, choose
@@ -132,7 +132,11 @@ def _compare(
         agreements=compared.agreements,
         samples=compared.samples,
         warnings=tuple(
-            warning(difference, describe_values(difference.run, compared.agreed))
+            warning(
+                difference,
+                describe_values(difference.run, compared.agreed),
+                _first_wrong(difference, divergence, emulated),
+            )
             for difference in compared.unusual
         ),
         inputs=with_arithmetic(
@@ -175,6 +179,16 @@ def _compare(
     return replace(validated, validation=validation)
 
 
+def _first_wrong(
+    difference: Difference, divergence: Divergence | None, emulated: Levels | None
+) -> str:
+    """The first node that is wrong where a run is ``emulated`` as different too, and why; empty if none."""
+    if divergence is None or emulated is None or emulated.of(difference.run).margin >= 0:
+        return ""
+    node = divergence.first(difference.run)
+    return describe(node) if node else ""
+
+
 def _beaten(request: ValidateRequest, emulated: Levels) -> Emulation | None:
     """The emulation if it shows that the model is not worth more than what is to be beaten; else None.
 
@@ -197,6 +211,8 @@ def _judged(agreement: Agreement, emulation: Emulation, optimistic: str | None) 
     if agreement.margin is not None and agreement.margin < SENSITIVE:
         reason = reason or f"it is only {agreement.margin:.0f} dB above its limit"
         if optimistic:
+            # What is wrong at the same node says more than its error.
+            reason = reason.split(f": {optimistic.partition(',')[0]} ")[0]
             reason = f"{reason}, perhaps because of {optimistic}"
     if reason is None:
         return agreement

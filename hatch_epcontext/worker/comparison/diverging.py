@@ -18,6 +18,7 @@ from hatch_epcontext.graph.dtypes import Array, Arrays
 from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.graph.rounding import applies, exposed, rounded
 from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.text import show_number
 from hatch_epcontext.worker.comparison.emulation import FormattedModel
 from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Levels
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_frames
@@ -223,7 +224,8 @@ class Divergence:
                 fed = np.asarray(inner.rounded.get(node.input[fault.operand], ()), np.float64)
                 if ((fed >= fault.low) & (fed <= fault.high)).any():
                     return fault.text
-        return f"has an error of {min(100 * inner.behind(node), 100):.2g} %"
+        error = min(100 * inner.behind(node), 100)
+        return f"has an error of {show_number(float(f'{error:.2g}'))} %"
 
 
 def describe(node: NodeFacts) -> str:
