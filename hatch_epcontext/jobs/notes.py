@@ -37,10 +37,12 @@ def best_note(search: Search) -> str:
 def _untried(search: Search) -> Iterator[str]:
     """What is not tried because ``search`` has lasted long enough."""
     if search.is_spent:
-        outcome = next_recipe(replace(search, winners={}, is_patient=True))
+        outcome = next_recipe(replace(search, winners={}), is_patient=True)
         if isinstance(outcome, Try):
-            reason = f"the search has taken {search.seconds:.0f} s, and this result may be shipped"
-            yield f"{outcome.recipe.name}: not tried, because {reason}"
+            yield (
+                f"{outcome.recipe.name}: not tried, because this result may be shipped, and compiling and "
+                f"running the other recipes takes about {search.seconds:.0f} s by estimate"
+            )
 
 
 def _notes_on(search: Search, attempt: Attempt) -> Iterator[str]:

@@ -52,11 +52,15 @@ def _verdict(search: Search, attempt: Attempt) -> Verdict:
 
 @dataclass(frozen=True)
 class _Form:
-    """The attempts of one form of a job, quantized or dequantized, by the phases of the stages."""
+    """The attempts of one form of a job, quantized or dequantized, by the phases of the stages.
+
+    ``is_spent``: whether a result which may be shipped is good enough.
+    """
 
     search: Search
     provider: Provider
     attempts: Mapping[str, list[Attempt]]
+    is_spent: bool
 
     def verdict(self, attempt: Attempt) -> Verdict:
         """The verdict on ``attempt``; raises _UnvalidatedError if there is none yet."""
@@ -110,7 +114,7 @@ def _is_inexact(form: _Form) -> bool:
     if not (form.search.compares and form.search.is_enough(form.covering)):
         return False
     verdict = form.verdict(form.nearest)
-    return not verdict.agrees and (verdict.differs or not form.search.is_spent)
+    return not verdict.agrees and (verdict.differs or not form.is_spent)
 
 
 def _differs(form: _Form) -> bool:
@@ -126,7 +130,7 @@ def _is_wrong_in_kernels(form: _Form) -> bool:
     candidates = form.candidates if form.search.compares else []
     if any(v.agrees or not v.in_kernels for v in map(form.verdict, candidates)):
         return False
-    if form.search.is_spent and not all(form.verdict(a).differs for a in candidates):
+    if form.is_spent and not all(form.verdict(a).differs for a in candidates):
         return False
     restarted = map(form.verdict, form.enough("restart"))
     return bool(candidates) and not any(verdict.agrees for verdict in restarted)
@@ -322,10 +326,10 @@ class Lost:
     attempts: tuple[Attempt, ...]
 
 
-def next_recipe(search: Search) -> Try | Validate | Won | Lost:
-    """What to do next. It follows from nothing but the search."""
+def next_recipe(search: Search, *, is_patient: bool = False) -> Try | Validate | Won | Lost:
+    """What to do next, which follows from nothing but the search; if ``is_patient``, however long it is."""
     try:
-        return _next(search)
+        return _next(search, is_spent=search.is_spent and not is_patient)
     except _UnvalidatedError as unvalidated:
         return Validate(unvalidated.attempt, _to_beat(search, unvalidated.attempt))
 
@@ -342,12 +346,12 @@ def _to_beat(search: Search, attempt: Attempt) -> Nearness | None:
     return best if attempt.is_whole and best and math.isfinite(best.margin) else None
 
 
-def _next(search: Search) -> Try | Won | Lost:
+def _next(search: Search, *, is_spent: bool) -> Try | Won | Lost:
     if (winner := search.winner) and not _verdict(search, winner).differs:
         return Won(winner)
     attempts: tuple[Attempt, ...] = ()
     for dequantize in (False, True) if search.is_dynamic else (False,):
-        outcome = _next_in_form(search, attempts, dequantize=dequantize)
+        outcome = _next_in_form(search, attempts, dequantize=dequantize, is_spent=is_spent)
         if not isinstance(outcome, Lost):
             return outcome
         attempts = outcome.attempts
@@ -377,11 +381,12 @@ def _best(search: Search, attempts: Iterable[Attempt]) -> Attempt | None:
 
 
 def _next_in_form(
-    search: Search, earlier: tuple[Attempt, ...], *, dequantize: bool
+    search: Search, earlier: tuple[Attempt, ...], *, dequantize: bool, is_spent: bool
 ) -> Try | Won | Lost:
     """What follows for a form of the job after the ``earlier`` attempts for others."""
     provider = PROVIDERS[search.settings.provider]
-    form, attempts = _Form(search, provider, {stage.phase: [] for stage in STAGES}), [*earlier]
+    form = _Form(search, provider, {stage.phase: [] for stage in STAGES}, is_spent)
+    attempts = [*earlier]
     for stage in STAGES:
         own: list[Attempt] = []
         while len(own) < stage.rounds and (stage.applies is None or stage.applies(form)):

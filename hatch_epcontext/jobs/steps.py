@@ -308,7 +308,7 @@ class Steps:
     def _announce(self, job: Job, prepared: Prepared, seconds: float) -> None:
         """Say how long a recipe takes if that is long; ``seconds``: the model took to prepare."""
         workers, provider = self.build.workers, job.target.provider
-        run = prepared.multiply_adds / provider.simulator_speed if provider.simulator_speed else 0.0
+        run = provider.seconds_of_run(prepared.preparation.multiply_adds)
         if workers.progress and run >= _LONG:
             # To compile and to emulate take about as long as to prepare.
             total = 3 * seconds + run

@@ -219,7 +219,7 @@ class Provider:
     cores. They are slow to load, and forks share them."""
 
     simulator_speed: float = 0.0
-    """About how many multiply-adds of a model it simulates in a second."""
+    """About how many multiply-adds of a model it simulates in a second; 0 without a simulator."""
 
     exclusive_device: bool = False
     """Whether concurrent steps disturb each other on its device: they measure kernels to choose the fastest,
@@ -328,6 +328,10 @@ class Provider:
     def number_format(self, device: Device, options: Mapping[str, str]) -> NumberFormat | None:
         """The format to which it rounds floats; None if it computes in float32, or if that is unknown."""
         return None
+
+    def seconds_of_run(self, multiply_adds: int) -> float:
+        """About how long the simulator runs a model that needs so many ``multiply_adds``; 0 without one."""
+        return multiply_adds / self.simulator_speed if self.simulator_speed else 0.0
 
     def implied(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
         """The options that follow from the ``device`` and from ``options``, which win over them."""

@@ -90,8 +90,7 @@ class Prepared:
     the rewrites for a number format that may change it; ``unrolls``: whether it has loops or layers that are
     unrolled. ``changed``: whether the request that made it changed the model. ``dropped``: the rewrites that
     this left out because they were wrong, each with the reason; ``declined``: why others left nodes as
-    they are. ``quantized``: the format of its static quantization. ``multiply_adds``: about how many a run of
-    the source needs, if it was compared.
+    they are. ``quantized``: the format of its static quantization.
     """
 
     preparation: Preparation
@@ -100,7 +99,6 @@ class Prepared:
     reference: str | None = None
     applicable: tuple[RewriteName, ...] = ()
     unrolls: bool = True
-    multiply_adds: int = 0
     changed: bool = True
     dropped: tuple[str, ...] = ()
     declined: tuple[Declined, ...] = ()

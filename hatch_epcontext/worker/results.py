@@ -47,6 +47,7 @@ class Preparation:
     ``precision``: how its numbers were changed, in words.
     ``rewrites``: what was rewritten; ``replaced``: how many nodes these replaced.
     ``options``: those with which the EP compiles more nodes.
+    ``multiply_adds``: about how many a run of the source needs; 0 if it was not compared.
     """
 
     simplifier: Simplifier
@@ -57,6 +58,7 @@ class Preparation:
     rewrites: tuple[str, ...] = ()
     replaced: int = 0
     options: tuple[str, ...] = ()
+    multiply_adds: int = 0
 
 
 @dataclass(frozen=True)
@@ -387,9 +389,8 @@ class Validated:
     rows are independent, and the CPU's run of two samples at once equals two runs; else empty.
     ``load``: the seconds that it took to open a session on the file, after the EP's libraries were loaded;
     None if none was opened. ``day``: the day of that, such as ``"2026-11-23"``, else empty.
-    ``is_accident``: whether another build may run it, although this one could not. ``seconds``: of all that,
-    and ``run``: of the first run on the target. ``beaten``: whether it ended early, because another recipe is
-    as near.
+    ``is_accident``: whether another build may run it, although this one could not. ``runs``: how often the
+    target ran it. ``beaten``: whether it ended early, because another recipe is as near.
     """
 
     validation: Validation
@@ -397,6 +398,5 @@ class Validated:
     load: float | None = None
     day: str = ""
     is_accident: bool = False
-    seconds: float = 0.0
-    run: float = 0.0
+    runs: int = 0
     beaten: bool = False

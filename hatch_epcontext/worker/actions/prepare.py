@@ -93,6 +93,7 @@ def handle(request: PrepareRequest) -> Prepared:
         len(graph.compute_nodes(prepared.graph)),
         graph.control_flow(prepared.graph),
         precision,
+        multiply_adds=expected.facts.multiply_adds if expected else 0,
     )
     return Prepared(
         preparation,
@@ -103,7 +104,6 @@ def handle(request: PrepareRequest) -> Prepared:
         reference=outputs_path,
         applicable=applicable(prepared, types),
         unrolls=unrolls(prepared),
-        multiply_adds=expected.facts.multiply_adds if expected else 0,
         quantized=static_format(prepared),
     )
 

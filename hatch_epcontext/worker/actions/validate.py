@@ -56,7 +56,7 @@ def handle(request: ValidateRequest) -> Validated:
     Outputs that differ are in the result. Raises BuildError when it cannot be opened without compiling, or
     fails; ModelError when the dummy inputs do not fit.
     """
-    provider, begun = request.target.provider, time.perf_counter()
+    provider = request.target.provider
     unavailable = _unavailable(request)
     validation = Validation(
         ValidationStatus.RAN,
@@ -91,11 +91,11 @@ def handle(request: ValidateRequest) -> Validated:
         if (rest := expected.facts.selections.rest) is not None:
             session = open_with_reads(path, rest, make_options())
         validated = _compare(request, session, expected, validation)
-        return replace(validated, load=load, day=day, seconds=time.perf_counter() - begun)
+        return replace(validated, load=load, day=day)
     announce("running the compiled model")
     gaps = tuple(not_finite(run(session, expected), {}))
     problems = problems_of([*map(Explained, gaps)])
-    return Validated(replace(validation, agreements=gaps, problems=problems), {}, load, day)
+    return Validated(replace(validation, agreements=gaps, problems=problems), {}, load, day, runs=1)
 
 
 def _compare(
@@ -149,7 +149,7 @@ def _compare(
         float_form=float_form,
     )
     validated = Validated(
-        validation, expected.facts.batch, run=compared.run, beaten=compared.beaten
+        validation, expected.facts.batch, runs=compared.runs, beaten=compared.beaten
     )
     if compared.beaten:
         return validated

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,7 +43,7 @@ class Comparison:
     """The worst agreement of each output in the ``samples`` that were run, or those of the ``difference``.
 
     ``unusual``: differences for inputs that an app may never have; ``agreed``: the runs that agree, and
-    ``levels``: those of ordinary ones, if some were emulated. ``run``: the seconds of the first run;
+    ``levels``: those of ordinary ones, if some were emulated. ``runs``: how often the target ran;
     ``beaten``: whether the other runs cannot make it worth more than what is to be beaten.
     """
 
@@ -54,7 +53,7 @@ class Comparison:
     unusual: tuple[Difference, ...] = ()
     levels: tuple[Level, ...] = ()
     agreed: tuple[ReferenceRun, ...] = ()
-    run: float = 0.0
+    runs: int = 0
     beaten: bool = False
 
 
@@ -85,9 +84,9 @@ def compare_runs(
         result = replace(result, samples=(*result.samples, run.name))
         if report is not None:
             report(f"for the sample {run.name!r}, {len(result.samples)} of {len(runs)}")
-        start = time.monotonic()
         agreeing, difference = _compare_run(session, reference, run, limits)
-        result = replace(result, run=result.run or time.monotonic() - start)
+        ran = len(run.frames) if difference is None else difference.number + 1
+        result = replace(result, runs=result.runs + ran)
         if difference is not None:
             compared += agreeing
             if emulated is not None:
