@@ -9,7 +9,7 @@ import pytest
 from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.facts import Far, InFloats, Range
+from hatch_epcontext.graph.facts import InFloats, Range
 from hatch_epcontext.graph.values.ranges import input_ranges
 from tests.models import parsed
 
@@ -257,8 +257,7 @@ def test_a_loop_runs_a_few_rounds_and_passes_on_what_it_gets() -> None:
                 next = Identity (inside) }> }""",
         table=(7, 3),
     )
-    none = Far(centers=(0.0,), spreads=(0.0,))
-    assert found == {"rounds": replace(index(8, 1, 8), far=(none,)), "i": index(6)}
+    assert found == {"rounds": index(8, 1, 8), "i": index(6)}
 
 
 def spans(range_: Range) -> list[tuple[float, float]]:
@@ -293,6 +292,13 @@ def spans(range_: Range) -> list[tuple[float, float]]:
             [(-1000, 1000), (-65504, 65504)],
         ),
         ("(float[5, 9] t, int32[2] x) => (float[2, 9] y) { y = Gather (t, x) }", [(-5, 4)]),
+        # No iteration at all.
+        (
+            """(int64 x, float[2] a) => (float[2] y) <int64 one = {1}> { n = Add (x, one)
+            y = Loop (n, , a) <body = b (int64 i, bool g, float[2] v) => (bool h, float[2] w)
+            { h = Identity (g) w = Abs (v) }> }""",
+            [(-1, 0)],
+        ),
         # Words of a table.
         ("(int32[2] x) => (float[2, 9] y) { y = Gather (w, x) }", []),
         # Categories.
