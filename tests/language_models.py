@@ -30,6 +30,9 @@ PROMPTS = (
 """Prompts of 1 to 148 tokens, with the first token: also a whole chunk, one more, and several turns."""
 
 
+TEMPLATE = "{{ bos_token }}{% for turn in messages %}{{ turn['content'] + eos_token }}{% endfor %}"
+
+
 def make_folder(
     folder: Path,
     dtype: Any = "float32",
@@ -57,6 +60,7 @@ def make_folder(
         "eos_token": "</s>",
         "pad_token": "<pad>",
         "model_max_length": CONTEXT,
+        "chat_template": TEMPLATE,
     }
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")

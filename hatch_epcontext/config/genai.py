@@ -15,6 +15,7 @@ from hatch_epcontext.config.genai_config import (
     Genai,
     GenaiConfig,
     config_of,
+    has_tokenizer,
     read_document,
     value_at,
 )
@@ -104,7 +105,7 @@ def _filler(key: Key, folder: Path, config: GenaiConfig) -> Diagnosed[int | None
     if filler.token is None:
         message = (
             f"{GENAI_CONFIG} has the pad_token_id {show(config.content.get('pad_token_id'))}, "
-            f"{filler.reason}. It fills chunks of prompts, and the tokenizer has no token that no text gives."
+            f"{filler.reason}. It fills chunks of prompts, and no other token is known that no text gives."
         )
         hint = "Set it to a token that no prompt has, and eos_token_id to the end of an answer."
         yield Problem.at(key / "path", Kind.INVALID_FOLDER, message, hint)
@@ -222,6 +223,8 @@ def _faults_of_tokenizer(config: GenaiConfig, files: list[str]) -> Iterator[_Fau
             f"{GENAI_CONFIG} has the tokenizer_dir {show(folder)}, which is not in the folder."
         )
         yield "path", message, "Put the tokenizer into the folder: apps get only that."
+        return
+    if inside == "." and not has_tokenizer(files):
         return
     prefix = "" if inside == "." else f"{inside}/"
     needed = [f"{prefix}{name}" for name in ("tokenizer.json", "tokenizer_config.json")]

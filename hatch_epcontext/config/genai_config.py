@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,11 @@ class Genai:
     stage: str = ""
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether there are files of a tokenizer: some apps have their own."""
+        return has_tokenizer(self.beside)
+
+    @property
     def length(self) -> int:
         """The most tokens of a prompt and its answer."""
         return self.context_length or self.config.context_length
@@ -148,21 +153,27 @@ class Genai:
         """What the folder itself needs on the CPU."""
         # onnxruntime-genai refuses a cache below the attention's window.
         most = min(max(self.length, self.config.window), self.config.context_length)
-        return self._limits(most, has_chunks=bool(self.config.cached))
+        return self._limits(most)
 
     @property
     def limits(self) -> dict[str, dict[str, Any]]:
         """What the EP needs besides the names of files: the length also decides how large the cache is."""
-        return self._limits(self.slots if self.stage else self.length, has_chunks=bool(self.stage))
+        return self._limits(self.slots if self.stage else self.length)
 
-    def _limits(self, most: int, *, has_chunks: bool) -> dict[str, dict[str, Any]]:
+    def _limits(self, most: int) -> dict[str, dict[str, Any]]:
         """An overlay for conversations of at most so many tokens, if the configuration has a length."""
         overlay: dict[str, dict[str, Any]] = {"model": {}}
         if self.context_length is not None:
             overlay = {"model": {"context_length": most}, "search": {"max_length": most}}
-        if has_chunks and self.filler is not None:
+        if self.filler is not None:
+            # Also where nothing has chunks: onnxruntime-genai drops this token from the end of prompts.
             overlay["model"]["pad_token_id"] = self.filler
         return overlay
+
+
+def has_tokenizer(files: Iterable[str]) -> bool:
+    """Whether ``files``, with paths in a folder, have one of a tokenizer."""
+    return any(file.rpartition("/")[2].startswith(("tokenizer", "vocab")) for file in files)
 
 
 def read_config(folder: Path) -> GenaiConfig:

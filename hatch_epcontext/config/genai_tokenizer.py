@@ -56,27 +56,29 @@ class _Tokenizer:
 def choose_filler(folder: Path, content: Mapping[str, Any]) -> Filler:
     """A token that no prompt has, for ``content``, the model of a genai_config.json in ``folder``.
 
-    That is the ``pad_token_id``, or else an id that no text has in the tokenizer. Without a tokenizer.json
-    nothing is known of the others. Raises ValueError with the name of a file that cannot be read.
+    That is the ``pad_token_id`` if no text gives it, or else an id that no text gives, or else a special
+    token that is only in texts that name it. Without a tokenizer.json nothing is known but the ids in
+    ``content``. Raises ValueError with the name of a file that cannot be read.
     """
     place = folder / (content.get("tokenizer_dir") or ".")
     tokenizer = _read(place) if (place / "tokenizer.json").is_file() else None
     pad, begins = content.get("pad_token_id"), _ids(content.get("bos_token_id"))
     reason = _reason(pad, content, begins)
-    if not reason and tokenizer is not None and isinstance(pad, int):
+    if tokenizer is None:
+        return Filler(None if reason else pad, reason)
+    known = {*tokenizer.ordinary, *tokenizer.special, *begins, *_ids(content.get("eos_token_id"))}
+    ids = (*([] if reason else [pad]), *reversed(range(content["vocab_size"])))
+    if (token := next((token for token in ids if token not in known), None)) is not None:
+        return Filler(token)
+    if not reason and isinstance(pad, int):
         if pad in tokenizer.ordinary:
             reason = "which text contains"
         elif tokenizer.is_written(pad):
             reason = "which the chat template writes"
-    if not reason or tokenizer is None:
-        return Filler(None if reason else pad, reason)
-    known = {*tokenizer.ordinary, *tokenizer.special, *begins, *_ids(content.get("eos_token_id"))}
-    unused = (token for token in reversed(range(content["vocab_size"])) if token not in known)
-    if (token := next(unused, None)) is not None:
-        return Filler(token, reason)
     # Some models have a token for the begin that no prompt has.
     is_free = pad in begins and tokenizer.has_template and not tokenizer.is_written(pad)
-    return Filler(pad if is_free and not _reason(pad, content, []) else None, reason)
+    is_right = not reason or (is_free and not _reason(pad, content, []))
+    return Filler(pad if is_right else None, reason)
 
 
 def _reason(pad: Any, content: Mapping[str, Any], begins: list[int]) -> str:

@@ -145,16 +145,17 @@ def open_folders(build: Build, *, only_known: bool) -> Iterator[str]:
         if only_known or model.validate.mode not in ("auto", "require"):
             continue
         files = {name: file.sha256 for name, file in source.records.items()}
-        key = value_sha256(["open", FORMAT, genai.plain_overlay, files, model.fallback])
-        if build.cache.get("facts", key, bool):
-            continue
-        folder, scratch = str(model.path.parent), build.scratch("open")
-        runs = model.fallback != "none"
-        request = OpenFolderRequest(folder, tuple(files), genai, model.key, runs)
-        if build.workers.call(request, scratch, location=f"{model.name}: opening"):
-            build.cache.put("facts", key, True)
-        else:
-            yield f"{model.name}: not opened, because {_PACKAGE} is not installed"
+        key = value_sha256(["opened", FORMAT, genai.plain_overlay, files, model.fallback])
+        line = build.cache.get("facts", key, str)
+        if line is None:
+            folder, scratch = str(model.path.parent), build.scratch("open")
+            runs = model.fallback != "none"
+            request = OpenFolderRequest(folder, tuple(files), genai, model.key, runs)
+            line = build.workers.call(request, scratch, location=f"{model.name}: opening")
+            if genai_installed() is not None:
+                build.cache.put("facts", key, line)
+        if line:
+            yield f"{model.name}: {line}"
 
 
 def _not_compiled(build: Build, model: Model) -> Iterator[str]:

@@ -213,10 +213,10 @@ class ConverseRequest(WorkerRequest[tuple[Answer, ...]], action="converse"):
 
 
 @dataclass(frozen=True)
-class OpenFolderRequest(WorkerRequest[bool], action="open_folder"):
+class OpenFolderRequest(WorkerRequest[str], action="open_folder"):
     """Read the ``files`` of ``folder``, that of the language model ``genai``, and let it answer on the CPU.
 
-    The reply: whether onnxruntime-genai is installed, which does that. ``key``: that of the folder.
+    The reply: what apps lack, or why it was not opened; empty for nothing. ``key``: that of the folder.
     ``runs``: whether it has to answer, or only its tokenizer is read.
     """
 

@@ -191,7 +191,8 @@ UNUSED = 258
 @pytest.mark.parametrize(
     ("changes", "token"),
     [
-        ({}, 0),
+        # A text that names a special token has it.
+        ({}, UNUSED),
         ({"pad_token_id": 258}, 258),
         ({"pad_token_id": 195}, 195),
         ({"bos_token_id": [1, 0]}, UNUSED),

@@ -162,20 +162,41 @@ def test_a_folder_is_opened_before_it_is_shipped(
     assert problem.kind is Kind.INVALID_FOLDER
 
 
-def test_a_folder_is_opened_once_and_what_is_not_compiled_is_named(
-    folder: Path, tmp_path: Path
+def nothing(folder: Path) -> list[str]:
+    return []
+
+
+def no_template(folder: Path) -> list[str]:
+    file = folder / "tokenizer_config.json"
+    content = json.loads(file.read_text())
+    del content["chat_template"]
+    file.write_text(json.dumps(content))
+    return ["llama: onnxruntime-genai cannot apply its chat template: Empty chat template."]
+
+
+def no_tokenizer(folder: Path) -> list[str]:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    return ["llama: has no tokenizer (tokenizer.json), so that apps need their own"]
+
+
+@pytest.mark.parametrize("remove", [nothing, no_template, no_tokenizer])
+def test_a_folder_is_opened_once_and_what_it_lacks_is_named(
+    folder: Path, tmp_path: Path, remove: Callable[[Path], list[str]]
 ) -> None:
+    lacks = remove(folder)
     (folder / "poems.onnx_adapter").touch()
     project = make_project(tmp_path / "project", TOML + CPU + "\n" + RTX)
     config = configured(project, TOML + CPU + "\n" + RTX)
     cache = Cache(tmp_path / "cache", print)
     with Workers(100) as workers:
         begun = begin(plan(config), tmp_path / "out", cache, workers)
-        (line,) = open_folders(begun, only_known=False)
-        assert line == 'llama: apps cannot use "poems.onnx_adapter" on rtx, only on the CPU'
+        lines = [*open_folders(begun, only_known=False)]
+        adapters = 'llama: apps cannot use "poems.onnx_adapter" on rtx, only on the CPU'
+        assert lines == [adapters, *lacks]
         # Another call would fail.
         stopped = dataclasses.replace(begun, workers=Workers(0))
-        assert [*open_folders(stopped, only_known=False)] == [line]
+        assert [*open_folders(stopped, only_known=False)] == lines
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -111,11 +111,14 @@ def _prompts(genai: Any, model: Any, about: Genai) -> Iterator[tuple[str, list[i
     chunk = about.config.chunk or about.chunk
     # What fills the last chunk takes slots too.
     most = min(about.length - _TOKENS, (about.slots - _TOKENS) // chunk * chunk)
-    tokenizer = genai.Tokenizer(model)
-    chat, content = _chat(tokenizer, about.config.content), about.config.content
-    if len(chat) <= most:
-        yield "a chat", chat
-    text = [token for token in tokenizer.encode(_TEXT).tolist() if token != about.filler]
+    content = about.config.content
+    text = [*range(content["vocab_size"])]
+    if about.has_tokenizer:
+        tokenizer = genai.Tokenizer(model)
+        text = [*tokenizer.encode(_TEXT).tolist(), *_ids(content, "eos")]
+        if len(chat := _chat(tokenizer, content)) <= most:
+            yield "a chat", chat
+    text = [token for token in text if token != about.filler]
     begin = [token for token in _ids(content, "bos") if token != about.filler][:1]
     kinds = {"a prompt": chunk + 1, "a prompt of whole chunks": chunk, "the longest prompt": most}
     for kind, length in kinds.items():

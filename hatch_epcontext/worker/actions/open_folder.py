@@ -17,7 +17,7 @@ _TEXT = "Hello, world"
 _NO_FALLBACK = ' If it is for a GPU only, set fallback = "none".'
 
 
-def handle(request: OpenFolderRequest) -> bool:
+def handle(request: OpenFolderRequest) -> str:
     """See the request; raises ModelError with the name of the file that is not what it says."""
     announce("opening the folder")
     for name in request.files:
@@ -27,8 +27,24 @@ def handle(request: OpenFolderRequest) -> bool:
             except (OSError, RecursionError, ValueError) as error:
                 raise _error(request, f"{name} is no JSON: {error}") from error
     if importlib.util.find_spec("onnxruntime_genai") is None:
-        return False
+        return "not opened, because onnxruntime-genai is not installed"
     genai: Any = importlib.import_module("onnxruntime_genai")
+    tokens, lack = [0], "has no tokenizer (tokenizer.json), so that apps need their own"
+    if request.genai.has_tokenizer:
+        tokens, lack = _check_tokenizer(genai, request)
+    if request.runs:
+        try:
+            answer_on_cpu(genai, request.folder, request.genai, tokens)
+        except RuntimeError as error:
+            message = f"onnxruntime-genai cannot answer with it on the CPU: {error}"
+            raise _error(request, message, _NO_FALLBACK) from error
+    return lack
+
+
+def _check_tokenizer(genai: Any, request: OpenFolderRequest) -> tuple[list[int], str]:
+    """The tokens of a text, and what the tokenizer lacks; raises ModelError if it does not give the text
+    again, or does not fit the model.
+    """
     try:
         tokenizer = genai.Tokenizer(genai.Config(request.folder))
         tokens = [int(token) for token in tokenizer.encode(_TEXT)]
@@ -43,14 +59,14 @@ def handle(request: OpenFolderRequest) -> bool:
         raise _error(
             request, f"its tokenizer has the token {max(tokens)}, and vocab_size is {size}."
         )
-    if not request.runs:
-        return True
     try:
-        answer_on_cpu(genai, request.folder, request.genai, tokens)
+        message = json.dumps([{"role": "user", "content": _TEXT}])
+        tokenizer.apply_chat_template(message, add_generation_prompt=True)
     except RuntimeError as error:
-        message = f"onnxruntime-genai cannot answer with it on the CPU: {error}"
-        raise _error(request, message, _NO_FALLBACK) from error
-    return True
+        # The template is in what follows.
+        reason = str(error).partition("\n")[0]
+        return tokens, f"onnxruntime-genai cannot apply its chat template: {reason}"
+    return tokens, ""
 
 
 def _error(request: OpenFolderRequest, message: str, more: str = "") -> ModelError:
