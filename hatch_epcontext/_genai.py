@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 _CONFIG = "genai_config.json"
 # The file in a target's folder with what it changes of the configuration.
 _OVERLAY = "overlay.json"
+# `<ir_version: 8, opset_import: ["" : 13]> g (float[1] x) => (float[1] y) { y = Identity (x) }` of ONNX.
+_IDENTITY = (
+    b'\x08\x08:9\n\x12\n\x01x\x12\x01y"\x08Identity:\x00\x12\x01gZ\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01'
+    b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
+)
 
 
 class GenaiFolder(NamedTuple):
@@ -114,10 +119,8 @@ def _register_ep(opener: Any, overlay: dict[str, Any]) -> None:
     variant = opener.variant
     variant.package.on_disk(variant)
     opener.check()
+    library = _find_ep(opener)
     with opener.lock:
-        # As for a session, which is not opened: that is how the loader compares chips too.
-        opener._add_devices(opener.ort.SessionOptions(), {})  # noqa: SLF001
-        library = opener.find_devices()[0].ep_metadata.get("library_path", "")
         genai = importlib.import_module("onnxruntime_genai")
         for name, _ in _eps(overlay):
             is_available = getattr(genai, f"is_{name.lower()}_available", None)
@@ -133,6 +136,18 @@ def _register_ep(opener: Any, overlay: dict[str, Any]) -> None:
                 raise
     for _, options in _eps(overlay):
         options.update(opener._provider_options())  # noqa: SLF001
+
+
+def _find_ep(opener: Any) -> str:
+    """The path of the EP's library, empty for an EP that onnxruntime contains."""
+    if not opener.variant.plugin and opener.variant.ep in opener.ort.get_available_providers():
+        # onnxruntime lists no devices of such an EP: whether they and its libraries are there, opening says.
+        opener.open(_IDENTITY)
+        return ""
+    with opener.lock:
+        # As for a session, which is not opened: that is how the loader compares chips too.
+        opener._add_devices(opener.ort.SessionOptions(), {})  # noqa: SLF001
+        return str(opener.find_devices()[0].ep_metadata.get("library_path", ""))
 
 
 def _eps(overlay: dict[str, Any]) -> list[tuple[str, dict[str, str]]]:
