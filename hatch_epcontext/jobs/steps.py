@@ -229,20 +229,24 @@ class Steps:
                 self._prepared[done] = prepared
         return prepared
 
-    def _adds(self, job: Job, index: int, recipe: Recipe, worker: Worker) -> bool:
-        """Whether what ``recipe`` adds last to the plain one changes the model with this ``index``."""
+    def _add(self, job: Job, index: int, recipe: Recipe, worker: Worker) -> tuple[Prepared, bool]:
+        """The model with this ``index`` after what ``recipe`` adds last to the plain one, and whether that
+        changes it.
+        """
+        last = recipe.last_corrections
+        if recipe.changes and not (last or recipe.left):
+            # The rewrites for all models come after it, and are compared with the source again.
+            recipe = replace(recipe, corrections=())
         prepared = self.prepare(job, index, recipe, worker)
-        if recipe.left:
-            return prepared.changed
-        if last := recipe.last_corrections:
+        if last and not recipe.left:
             # The rewrites for all models may change nothing in this one.
-            return not last.isdisjoint(prepared.preparation.rewrites)
-        if recipe.changes:
-            return self.prepare(job, index, replace(recipe, corrections=()), worker).changed
+            return prepared, not last.isdisjoint(prepared.preparation.rewrites)
+        if recipe.changes or recipe.left:
+            return prepared, prepared.changed
         if not recipe.fuse:
             fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
-            return prepared.preparation.nodes != fused.preparation.nodes
-        return True
+            return prepared, prepared.preparation.nodes != fused.preparation.nodes
+        return prepared, True
 
     def _prepare_all(
         self, job: Job, recipe: Recipe, worker: Worker
@@ -262,16 +266,16 @@ class Steps:
             stop = Stop("prepare", control_flow=tuple(control_flow))
             return Attempt(recipe, stop=stop)
         try:
-            changed = tuple(self.prepare(job, number, recipe, worker) for number in numbers)
-            is_new = any(self._adds(job, number, recipe, worker) for number in numbers)
+            added = [self._add(job, number, recipe, worker) for number in numbers]
+            is_new = any(is_changed for _, is_changed in added)
+            if recipe.dequantize:
+                is_new &= any(model.preparation.precision for model, _ in added)
+            if is_new:
+                return tuple(self.prepare(job, number, recipe, worker) for number in numbers)
         except BuildError as error:
             return Attempt(recipe, stop=_stop("change", error, recipe))
-        if recipe.dequantize:
-            is_new &= any(model.preparation.precision for model in changed)
-        if is_new:
-            return changed
-        dropped = tuple(text for model in changed for text in model.dropped)
-        declined = tuple(reason for model in changed for reason in model.declined)
+        dropped = tuple(text for model, _ in added for text in model.dropped)
+        declined = tuple(reason for model, _ in added for reason in model.declined)
         return Attempt(recipe, stop=Stop("change"), dropped=dropped, declined=declined)
 
     def _simplify(

@@ -140,8 +140,12 @@ def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
     text = f"(float[4] x) => (float[4] y) {{ y = {operator} (x, two) }}"
     save(parsed(text, two=np.float32(2)), project / "models" / "a.onnx")
     steps = Steps(new_build(workers, tmp_path, job), tmp_path / "prepared")
-    prepared = steps.prepare(job, 0, Recipe("onnxruntime", corrections=ALWAYS))
+    recipe = Recipe("onnxruntime", corrections=ALWAYS)
+    prepared = steps.prepare(job, 0, recipe)
     assert prepared.preparation.rewrites == (("square",) if requests == 2 else ())
+    # What is for all models comes last, and is not done again if nothing else changes.
+    unrolled = steps.compile(job, recipe.with_change("unroll", None), tmp_path / "out")
+    assert unrolled.stop == Stop("change")
     assert [step for step, _ in answering(tmp_path)] == ["call"] * requests
 
 
