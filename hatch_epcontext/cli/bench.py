@@ -1,9 +1,11 @@
-"""``epcontext bench``: how long models take to open, compiled and not, in a fresh process each time."""
+"""``epcontext bench``: how long models take to open and to run, compiled and not, in fresh processes."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.cli._common import make_workers, show_table, warn
+from hatch_epcontext.cli._common import echo, make_workers, show_table, warn
 from hatch_epcontext.cli._settings import (
     models_argument,
     project_config,
@@ -30,6 +32,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.recipe import Recipe
 from hatch_epcontext.jobs.run import begin
 from hatch_epcontext.jobs.steps import Steps
+from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.system import check_folder
 from hatch_epcontext.text import pairs
 from hatch_epcontext.tools.configure import configure, name_models
@@ -39,6 +42,7 @@ WAYS = {
     "cpu": "source on the CPU",
     "source": "source on the EP",
     "compiled": "compiled",
+    "buffer": "compiled, from a buffer",
     "cached": "+ runtime cache",
 }
 """How a model is opened. On the EP the prepared source is compiled at each start."""
@@ -48,7 +52,9 @@ WAYS = {
 class Opening:
     """One way to open one model: seconds to open it and for its first run, one value for each process.
 
-    ``compile``: the seconds of compiling it before. ``error``: why there are no values.
+    ``later``: the seconds of all runs after the warm-up. ``compile``: those of compiling it before.
+    ``error``: why there are no values. ``simulated``: whether a simulator stood in for the device. What it
+    takes to run says nothing about the device, and is left out.
     """
 
     model: str
@@ -56,7 +62,14 @@ class Opening:
     compile: float
     load: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
+    simulated: bool = False
     error: str | None = None
+
+    @property
+    def title(self) -> str:
+        """How it was opened, and on what if that is not the device."""
+        return f"{WAYS[self.way]}, simulator" if self.simulated else WAYS[self.way]
 
 
 # Click keeps the lines of a paragraph that begins with a backspace.
@@ -72,7 +85,17 @@ Examples:
 @provider_option(required=False)
 @short_flags
 @click.option("--target", help="The target of the project, without MODEL.")
-@click.option("-n", "--runs", type=click.IntRange(1), default=5, help="How often; 5 by default.")
+@click.option(
+    "--starts", type=click.IntRange(1), default=5, help="How many processes open it; 5 by default."
+)
+@click.option(
+    "-n",
+    "--runs",
+    type=click.IntRange(1),
+    default=100,
+    help="How many runs, of all processes, are measured after the warm-up; 100 by default.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all times as JSON, in seconds.")
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -86,14 +109,17 @@ def command(
     provider: str | None,
     settings: dict[str, Any],
     target: str | None,
+    starts: int,
     runs: int,
+    as_json: bool,
     plot: Path | None,
 ) -> None:
-    """Measure how much faster compiled models open.
+    """Measure how fast compiled models open and run.
 
-    New processes open each MODEL and run it once: the source on the CPU; the prepared source on the EP,
-    which compiles it at each start; and the compiled model. The table has the median, the least and the most
-    of all runs. The cache is not used.
+    New processes open each MODEL and run it: the source on the CPU; the prepared source on the EP, which
+    compiles it at each start; and the compiled model, from its file and from a buffer. The table has the
+    median, the least and the most of all starts, and of the runs after the warm-up the median, and what 95 %
+    and 99 % of them do not exceed. Runs on a simulator are not measured. The cache is not used.
 
     Without MODEL: the models of the project in the current folder, for the only target or --target.
     """
@@ -119,26 +145,28 @@ def command(
         raise click.UsageError(f"Choose one target: --target {' or '.join(names) or 'NAME'}.")
     workers = make_workers(0, config.build.timeout)
     with temp_dir() as staging:
-        openings, versions = measure(planned, staging, workers, runs)
+        openings, versions = measure(planned, staging, workers, starts, -(-runs // starts))
     if plot is not None:
         draw(openings, f"{names.popitem()[0]}: {pairs(versions)}", plot)
-    rows = (
-        (
-            *(o.model, WAYS[o.way], f"{o.compile:.2f} s" if o.compile else ""),
-            *(_seconds(o.load), _seconds(o.first)),
-        )
-        for o in openings
-    )
-    show_table(("model", "opened", "compile", "load", "first run"), rows)
+    if as_json:
+        report = {"versions": versions, "openings": [_as_json(opening) for opening in openings]}
+        click.echo(json.dumps(report, indent=2))
+    else:
+        show_table(_COLUMNS, map(_row, openings))
+        if any(opening.simulated for opening in openings):
+            echo(
+                "The simulator's load times are not those of a device, and its runs are not measured."
+            )
     ctx.exit(1 if any(opening.error for opening in openings) else 0)
 
 
 def measure(
-    planned: Plan, staging: Path, workers: Workers, runs: int
+    planned: Plan, staging: Path, workers: Workers, starts: int, runs: int
 ) -> tuple[list[Opening], Mapping[str, str]]:
-    """Compile the models of ``planned`` without the cache, and open each of them ``runs`` times in each way.
+    """Compile the models of ``planned`` without the cache, and open each ``starts`` times in each way.
 
-    Returns the measurements, and the versions of the packages.
+    Each time it runs once, and ``runs`` times after a warm-up. Returns the measurements, and the versions of
+    the packages.
 
     The ways take turns, so that changes on the machine affect all alike, after a run that only fills caches.
     Raises RequirementError when something is not installed, and BuildError when a model cannot be compiled,
@@ -162,11 +190,11 @@ def measure(
         versions |= artifact.record.versions
         folder = staging / f"cache-{len(requests)}"
         folder.mkdir()
-        for way, request in _requests(job, prepared, artifact, folder):
-            seconds = times.compile if times and way in ("compiled", "cached") else 0.0
+        for way, request in _requests(job, prepared, artifact, folder, runs):
+            seconds = times.compile if times and way not in ("cpu", "source") else 0.0
             requests.append((Opening(job.name, way, seconds), request))
     numbers = itertools.count()
-    for run, (opening, request) in itertools.product(range(runs + 1), requests):
+    for start, (opening, request) in itertools.product(range(starts + 1), requests):
         if opening.error is None:
             folder, location = staging / str(next(numbers)), f"{opening.model}: {opening.way}"
             try:
@@ -178,54 +206,95 @@ def measure(
                 )
                 warn(f"{location}: {opening.error}")
                 continue
-            if run > 0:
+            if start > 0:
                 opening.load.append(reply.load)
-                opening.first.append(reply.first)
+                opening.simulated = reply.simulated
+                opening.first += [] if reply.simulated else [reply.first]
+                opening.later += reply.later
     return [opening for opening, _ in requests], versions
 
 
 def _requests(
-    job: Job, prepared: Prepared, artifact: Artifact, cache: Path
+    job: Job, prepared: Prepared, artifact: Artifact, cache: Path, runs: int
 ) -> Iterator[tuple[str, TimeOpeningRequest]]:
     """Each way to open the model of ``job``, with the request to do it."""
     model, target = job.models[0], job.target
     context, option = artifact.record.contexts[0], target.provider.runtime_cache
     compiled = str(artifact.folder / context.model_file)
-    inputs = model.to_run_on(target), context.inputs, prepared.ranges
-    yield "cpu", TimeOpeningRequest(str(model.path), None, False, *inputs)
-    yield "source", TimeOpeningRequest(prepared.path, target, False, *inputs)
-    yield "compiled", TimeOpeningRequest(compiled, target, True, *inputs)
+    inputs = model.to_run_on(target), context.inputs, prepared.ranges, runs
+    yield "cpu", TimeOpeningRequest(str(model.path), None, False, False, *inputs)
+    yield "source", TimeOpeningRequest(prepared.path, target, False, False, *inputs)
+    yield "compiled", TimeOpeningRequest(compiled, target, True, False, *inputs)
+    yield "buffer", TimeOpeningRequest(compiled, target, True, True, *inputs)
     if option is not None:
         target = replace(target, load_options={**target.load_options, option: str(cache)})
-        yield "cached", TimeOpeningRequest(compiled, target, True, *inputs)
+        yield "cached", TimeOpeningRequest(compiled, target, True, False, *inputs)
+
+
+_COLUMNS = "model", "opened", "compile", "load", "first run", "run: median", "95 %", "99 %"
+
+
+def _row(opening: Opening) -> tuple[str, ...]:
+    compiling = f"{opening.compile:.2f} s" if opening.compile else ""
+    runs = [f"{1000 * seconds:.3f} ms" for seconds in _latency(opening).values()] or [""] * 3
+    loading = "failed" if opening.error else _seconds(opening.load)
+    first = _seconds(opening.first) if opening.first else ""
+    return (opening.model, opening.title, compiling, loading, first, *runs)
 
 
 def _seconds(values: Sequence[float]) -> str:
-    if not values:
-        return "failed"
     return f"{median(values):.3f} s ({min(values):.3f} to {max(values):.3f})"
 
 
+def _latency(opening: Opening) -> dict[str, float]:
+    """The median, 95th and 99th percentile of the runs after the warm-up; nothing if none was measured."""
+    if not (runs := sorted(opening.later)):
+        return {}
+    # By nearest rank: a time that a run took.
+    later = {name: runs[math.ceil(share * len(runs)) - 1] for name, share in _SHARES.items()}
+    return {"median": median(runs), **later}
+
+
+_SHARES = {"p95": 0.95, "p99": 0.99}
+
+
+def _as_json(opening: Opening) -> dict[str, Any]:
+    return {**to_plain(opening), "latency": _latency(opening) or None}
+
+
 def draw(openings: Sequence[Opening], title: str, path: Path) -> None:
-    """Write a bar chart to ``path``, in the format of its suffix: medians, with the range of all runs."""
+    """Write a bar chart to ``path``, in the format of its suffix: medians, with ranges.
+
+    Below the times of opening are those of runs, where a device or the CPU ran, up to the 99th percentile.
+    """
     from matplotlib.figure import Figure
 
-    opened = [opening for opening in openings if opening.load]
-    figure = Figure((9, 1.6 + 0.4 * len(opened)), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for opening in opened:
-        middle = median(opening.load)
-        bars = axes.barh(
-            f"{opening.model}: {WAYS[opening.way]}",
-            middle,
-            xerr=[[middle - min(opening.load)], [max(opening.load) - middle]],
-            color=f"C{list(WAYS).index(opening.way)}",
-            capsize=2,
-        )
-        axes.bar_label(bars, [f"{middle:.3f} s"], padding=6)
-    axes.set_xlabel("seconds until the session is open")
-    # Space for the numbers beside the bars.
-    axes.margins(x=0.18)
-    axes.invert_yaxis()
+    opened, run = [o for o in openings if o.load], [o for o in openings if o.later]
+    parts = [("seconds until the session is open", "s", opened, [o.load for o in opened])]
+    if run:
+        latencies = [_latency(o) for o in run]
+        times = [
+            [1000 * n for n in (min(o.later), latency["median"], latency["p99"])]
+            for o, latency in zip(run, latencies, strict=True)
+        ]
+        parts.append(("milliseconds of a run, to the 99th percentile", "ms", run, times))
+    heights = [0.5 + 0.4 * len(part[2]) for part in parts]
+    figure = Figure((9, 1 + sum(heights)), dpi=120, layout="constrained")
+    rows = figure.subplots(len(parts), height_ratios=heights, squeeze=False)
+    for axes, (label, unit, bars, values) in zip(rows[:, 0], parts, strict=True):
+        for opening, seconds in zip(bars, values, strict=True):
+            middle = median(seconds)
+            drawn = axes.barh(
+                f"{opening.model}: {opening.title}",
+                middle,
+                xerr=[[middle - min(seconds)], [max(seconds) - middle]],
+                color=f"C{list(WAYS).index(opening.way)}",
+                capsize=2,
+            )
+            axes.bar_label(drawn, [f"{middle:.3f} {unit}"], padding=6)
+        axes.set_xlabel(label)
+        # Space for the numbers beside the bars.
+        axes.margins(x=0.18)
+        axes.invert_yaxis()
     figure.suptitle(f"{title}; medians and ranges", fontsize=10)
     figure.savefig(path)

@@ -229,26 +229,34 @@ class OpenFolderRequest(WorkerRequest[str], action="open_folder"):
 
 @dataclass(frozen=True)
 class TimeOpeningReply:
-    """Seconds to open the model, and for the first inference."""
+    """Seconds to open the model, for the first inference, and for each one after the warm-up.
+
+    ``simulated``: whether a simulator stood in for the target's device.
+    """
 
     load: float
     first: float
+    later: tuple[float, ...]
+    simulated: bool
 
 
 @dataclass(frozen=True)
 class TimeOpeningRequest(WorkerRequest[TimeOpeningReply], action="time_opening"):
-    """Open the model at ``path`` on ``target``, and run it once.
+    """Open the model at ``path`` on ``target``, run it once, and after a warm-up ``runs`` times.
 
-    ``target`` is None for the source model on the CPU; ``compiled``: whether the model is its artifact.
+    ``target`` is None for the source model on the CPU; ``compiled``: whether the model is its artifact;
+    ``from_buffer``: whether it is opened from bytes that were read before. On a simulator it runs once.
     ``inputs`` are the model's, and ``model`` describes the dummy inputs, which are within ``ranges``.
     """
 
     path: str
     target: Target | None
     compiled: bool
+    from_buffer: bool
     model: Model
     inputs: tuple[TensorFacts, ...]
     ranges: Mapping[str, Range]
+    runs: int
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,14 @@ def options(
     return result
 
 
+def runs_on_simulator(target: Target) -> bool:
+    """Whether what is opened on ``target`` runs on a simulator: the EP offers no device of its kind."""
+    if not target.provider.simulator or target.settings.device == "any":
+        return bool(target.provider.simulator)
+    (device,) = _devices(target.provider, target.settings)
+    return bool(device.device.type.name.lower() != target.settings.device)
+
+
 def _put_files(option: str, value: str, files: Iterable[OptionFile]) -> str:
     """``value`` with paths of this machine; raises ModelError when a file is not the one that was read."""
     for file in files:

@@ -153,13 +153,19 @@ WRITTEN_OUT = {
         "epcontext inspect --verify my_app/epcontext"
     ),
     "epcontext bench model.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1 --plot bench.png": (
-        "epcontext bench model.onnx -p cpu --dim batch=1 --plot bench.png -n 1"
+        "epcontext bench model.onnx -p cpu --dim batch=1 --plot bench.png --starts 1 -n 1"
     ),
     "epcontext bench model.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1": (
-        "epcontext bench model.onnx -p cpu --dim batch=1 -n 1"
+        "epcontext bench model.onnx -p cpu --dim batch=1 --starts 1 -n 1"
     ),
-    "epcontext bench --target x-elite": "epcontext bench --target cpu -n 1",
-    "epcontext bench --target qnn": "epcontext bench --target cpu -n 1",
+    "epcontext bench MODEL... -p tensorrt-rtx": (
+        "epcontext bench model.onnx -p cpu --dim batch=1 --starts 1 -n 1"
+    ),
+    "epcontext bench MODEL -p tensorrt-rtx --set load-options.enable_cuda_graph=true": (
+        "epcontext bench model.onnx -p cpu --dim batch=1 --set embed=false --starts 1 -n 1"
+    ),
+    "epcontext bench --target x-elite": "epcontext bench --target cpu --starts 1 -n 1",
+    "epcontext bench --target qnn": "epcontext bench --target cpu --starts 1 -n 1",
     "epcontext export '[PROJECT]' -o DIR": "epcontext export . -o DIR",
     "epcontext compile MODEL... -o NAME.ortpackage": (
         "epcontext compile model.onnx -o NAME.ortpackage -p cpu --dim batch=1"
@@ -217,7 +223,6 @@ OTHER_OUTPUT: dict[str, str] = {
 """The commands that print something else here than on their page, each with the reason."""
 
 NOT_RUN: dict[str, str] = {
-    "epcontext bench MODEL...": "takes long, and docs/how-a-build-works.md has it with all arguments",
     "epcontext doctor --library PATH": "names the command in a sentence",
     "epcontext add hf://org/repo/onnx/model.onnx": "needs a network: tests/cli/test_downloads.py has it",
 }
