@@ -217,8 +217,8 @@ class Cluster:
                 message = f"no worker with {needs or 'any resources'} came in {WORKER_SECONDS:g} s."
                 hint = f'Start one: dask worker <scheduler> --resources "{needs}"'
                 raise BuildError(Problem(Kind.NO_WORKER, "", message, hint))
-            if ended and workers.progress and workers.pulse.due():
-                workers.progress(f"{job.location}: on the cluster for {now - start:.0f} s")
+            if ended and workers.is_report_due():
+                workers.report(f"{job.location}: on the cluster for {now - start:.0f} s")
             if address and ended is None:
                 return address
             if (ended or threading.Event()).wait(_POLL_SECONDS):

@@ -205,9 +205,8 @@ class _JobRun:
         if number := len(search.attempts):
             # The first one needs no name.
             line = workers.recipes[location] = f"recipe {number + 1}: {recipe.name}"
-            if workers.progress and time.monotonic() > self._start + _ANNOUNCED:
-                workers.progress(f"{location}: {line} (until now: {best_note(search)}) ...")
-                workers.pulse.mark_reported()
+            if time.monotonic() > self._start + _ANNOUNCED:
+                workers.report(f"{location}: {line} (until now: {best_note(search)}) ...")
         folder = self._build.scratch("artifact")
         with self._files_unchanged():
             attempt = self._steps.compile(recipe.job_of(self._job), recipe, folder)
@@ -354,9 +353,9 @@ class _JobRun:
         workers = self._build.workers
         if workers.stopped:
             raise interrupted()
-        if workers.progress and workers.pulse.due():
+        if workers.is_report_due():
             waits = "waits for another job or build, which compiles the same"
-            workers.progress(f"{self._job.location}: {waits}")
+            workers.report(f"{self._job.location}: {waits}")
 
     def _not_cached(self, reason: str, step: str = "") -> BuildError:
         """The error of a job that only reads the cache."""

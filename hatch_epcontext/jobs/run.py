@@ -124,9 +124,9 @@ def _announce(plan: Plan, workers: Workers) -> None:
     """Say what is read and for which targets, if that takes long."""
     paths = {model.path for model in plan.config.models}
     size = sum(path.stat().st_size for path in paths if path.is_file())
-    if workers.progress and size >= _LARGE:
+    if size >= _LARGE:
         targets = listing([target.name for target in plan.config.targets], _MAX_NAMED)
-        workers.progress(
+        workers.report(
             f"reading {count(len(paths), 'model')} of {show_size(size)} for {targets} ..."
         )
 

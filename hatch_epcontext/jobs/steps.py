@@ -313,14 +313,13 @@ class Steps:
         """Say how long a recipe takes if that is long; ``seconds``: the model took to prepare."""
         workers, provider = self.build.workers, job.target.provider
         run = provider.seconds_of_run(prepared.preparation.multiply_adds)
-        if workers.progress and run >= _LONG:
+        if run >= _LONG:
             # To compile and to emulate take about as long as to prepare.
             total = 3 * seconds + run
-            workers.progress(
+            workers.report(
                 f"{job.location}: about {total:.0f} s for the first recipe, {run:.0f} s of it for a run on "
                 f"the simulator of {provider.ep}"
             )
-            workers.pulse.mark_reported()
 
     def _change(
         self,

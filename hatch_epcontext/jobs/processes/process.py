@@ -142,6 +142,16 @@ class Workers:
         names = {provider.name for provider in providers if provider.simulator}
         self._simulated = tuple(sorted(names))
 
+    def is_report_due(self) -> bool:
+        """Whether a line about what runs is due, and somebody gets it."""
+        return self.progress is not None and self.pulse.due()
+
+    def report(self, line: str) -> None:
+        """Pass ``line`` to ``progress``; the next one is due later."""
+        if self.progress is not None:
+            self.progress(line)
+            self.pulse.mark_reported()
+
     def call(
         self,
         request: WorkerRequest[ReplyT],
@@ -295,11 +305,11 @@ class Worker:
             workers.log(f"{label} ...")
         try:
             while (left := start + workers.timeout - time.monotonic()) > 0 and message is None:
-                if workers.progress is not None and workers.pulse.due():
+                if workers.is_report_due():
                     seconds = time.monotonic() - start
                     # Of many short activities the current one has often just begun.
                     state = f"has run for {seconds:.0f} s{log.last_activity}"
-                    workers.progress(f"{label} {state if seconds >= 1 else 'begins'}")
+                    workers.report(f"{label} {state if seconds >= 1 else 'begins'}")
                 try:
                     if self._process is None:
                         self._process = workers.start(log.path, forked=forked)
