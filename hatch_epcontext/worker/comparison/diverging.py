@@ -18,7 +18,6 @@ from hatch_epcontext.graph.dtypes import Array, Arrays
 from hatch_epcontext.graph.facts import NodeFacts
 from hatch_epcontext.graph.rounding import applies, exposed, rounded
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.text import show_number
 from hatch_epcontext.worker.comparison.emulation import FormattedModel
 from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Levels
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_frames
@@ -225,7 +224,7 @@ class Divergence:
                 if ((fed >= fault.low) & (fed <= fault.high)).any():
                     return fault.text
         error = min(100 * inner.behind(node), 100)
-        return f"has an error of {show_number(float(f'{error:.2g}'))} %"
+        return f"has an error of {float(f'{error:.2g}'):g} %"
 
 
 def describe(node: NodeFacts) -> str:
