@@ -188,6 +188,8 @@ class Steps:
             record.contexts if job.group else (),
             prepared=prepared,
             to_beat=to_beat,
+            # It was compared before without these, which may make it slower.
+            is_brief=bool(record.recipe.last_corrections or record.recipe.left),
         )
         purpose = self._purpose(job, record.recipe, "run")
 

@@ -184,7 +184,8 @@ class ValidateRequest(WorkerRequest[Validated], action="validate"):
     ``sharing``: all members of the context's weight-sharing group, in order; empty without a group.
     ``reference`` and ``ranges``: those of a `Prepared` of the same source and inputs, if there is one.
     ``prepared``: the absolute path of the model that was compiled, if it is to be emulated. ``to_beat``: how
-    near another recipe is, which wins unless this one is nearer.
+    near another recipe is, which wins unless this one is nearer. ``is_brief``: whether the target runs one
+    sample of a large model instead of two.
     """
 
     model: Model
@@ -197,6 +198,7 @@ class ValidateRequest(WorkerRequest[Validated], action="validate"):
     ranges: Mapping[str, Range] = field(default_factory=dict)
     prepared: str | None = None
     to_beat: Nearness | None = None
+    is_brief: bool = False
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,8 @@ def _compare(
     # Inputs that the app has count more than inputs that may be worse.
     if divergence and emulated and model.validate.inputs in SYNTHETIC:
         is_optimistic = divergence.model.optimistic is not None
-        runs = choose(emulated, is_optimistic=is_optimistic, deciders=expected.facts.deciders)
+        deciders, is_brief = expected.facts.deciders, request.is_brief
+        runs = choose(emulated, deciders, is_optimistic=is_optimistic, is_brief=is_brief)
     if request.to_beat and emulated and runs:
         runs.sort(key=lambda run: emulated.of(run).margin)
     report = partial(announce, f"running {subject.what}")

@@ -69,8 +69,8 @@ def compare_runs(
     """Run ``session`` on ``runs`` of the ``reference``, by default on those for a target.
 
     It ends with the first difference that counts, or once it is not worth more than ``to_beat``.
-    ``emulated``: the levels in its number format: if one of chosen runs is as near as these, the others are
-    not run. ``report`` gets the sample before each run.
+    ``emulated``: the levels in its number format: once two runs are compared, and one of chosen ones is as
+    near as these, the others are not run. ``report`` gets the sample before each run.
     """
     result, compared, is_chosen = Comparison(), list[Agreement](), runs is not None
     is_enough, taken = False, set[Side]()
@@ -78,7 +78,7 @@ def compare_runs(
         runs = [run for run in reference.runs if run.on_target]
     for run in runs:
         new = sides(run, reference.facts.deciders) - taken
-        if is_enough and not run.far and not new:
+        if is_enough and len(result.samples) > 1 and not run.far and not new:
             continue
         taken |= new
         result = replace(result, samples=(*result.samples, run.name))

@@ -94,9 +94,14 @@ class Levels(tuple[Level, ...]):
 
 
 def choose(
-    levels: Levels, *, is_optimistic: bool, deciders: Sequence[str] = ()
+    levels: Levels,
+    deciders: Sequence[str] = (),
+    *,
+    is_optimistic: bool = False,
+    is_brief: bool = False,
 ) -> list[ReferenceRun]:
-    """The first sample, and those that may differ on the target: for large models only one of them.
+    """The first sample, and those that may differ on the target: for large models only the worst of them, and
+    if it ``is_brief``, not the first.
 
     ``is_optimistic``: whether the emulation cannot show all that the target computes less exactly.
     ``deciders``: as in `Facts`.
@@ -123,7 +128,7 @@ def choose(
             natures.add(level.run.nature)
             chosen.append(level.run)
     if is_large:
-        chosen = [min(chosen, key=lambda run: levels.of(run).margin)]
+        chosen = sorted(chosen, key=lambda run: levels.of(run).margin)[: 1 if is_brief else 2]
     runs = [level.run for level in every]
     telling = with_branches(with_telling(chosen, runs), runs, deciders)
     return [

@@ -151,12 +151,16 @@ def test_what_no_emulation_shows_is_run_on_the_target(tmp_path: Path) -> None:
     assert "Sigmoid gate, which is coarse behind Gemm" in cause_of(divergence, levels[0], -5.0)[0]
 
 
-def test_the_target_runs_one_sample_of_a_large_model(tmp_path: Path) -> None:
+def test_the_target_runs_the_worst_and_the_first_sample_of_a_large_model_or_only_one(
+    tmp_path: Path,
+) -> None:
     few = Levels(emulated(log_of_power(), tmp_path)[1][:FEW_SAMPLES])
-    (run,) = choose(few, is_optimistic=False)
-    assert few.of(run).margin == min(each.margin for each in few if each.run.usual)
+    worst, first = choose(few)
+    assert few.of(worst).margin == min(level.margin for level in few if level.run.usual)
+    assert first.name == "random"
+    assert choose(few, is_brief=True) == [worst]
     well = Levels(emulated(layers(), tmp_path)[1][:FEW_SAMPLES])
-    assert [each.name for each in choose(well, is_optimistic=False)] == ["random"]
+    assert [run.name for run in choose(well)] == ["random"]
 
 
 def test_states_are_fed_back_in_the_format(tmp_path: Path) -> None:
