@@ -71,7 +71,7 @@ def command(
     and --shape only size the dummy inputs; --set static-shapes=true fixes them. A model package has the
     source models too, unless all machines run what is compiled; --set fallback=none leaves them out.
     """
-    if len(models) == 1 and "share-weights" in settings:
+    if len(models) == 1 and settings.get("share-weights"):
         raise click.UsageError("--share-weights is for two models or more.")
     named = name_models(models, output)
     use_flag_names(named, _HEADLINE)

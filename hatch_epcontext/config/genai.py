@@ -15,8 +15,8 @@ from hatch_epcontext.config.genai_config import (
     Genai,
     GenaiConfig,
     config_of,
-    has_tokenizer,
     read_document,
+    tokenizer_files,
     value_at,
 )
 from hatch_epcontext.config.genai_tokenizer import choose_filler
@@ -224,7 +224,7 @@ def _faults_of_tokenizer(config: GenaiConfig, files: list[str]) -> Iterator[_Fau
         )
         yield "path", message, "Put the tokenizer into the folder: apps get only that."
         return
-    if inside == "." and not has_tokenizer(files):
+    if inside == "." and not tokenizer_files(files):
         return
     prefix = "" if inside == "." else f"{inside}/"
     needed = [f"{prefix}{name}" for name in ("tokenizer.json", "tokenizer_config.json")]

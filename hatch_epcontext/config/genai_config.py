@@ -17,6 +17,9 @@ GENAI_CONFIG = "genai_config.json"
 _TOKENS, _PAST = 4, 8
 """The tokens of dummy inputs: new ones, and those in the cache before."""
 
+_TOKENIZER = ("added_tokens", "chat_template", "merges", "special_tokens", "tokenizer", "vocab")
+"""How the names of a tokenizer's files begin."""
+
 _MAX = 2**24
 """The most layers, tokens and so on: more is a mistake, and would exhaust the memory."""
 
@@ -121,7 +124,12 @@ class Genai:
     @property
     def has_tokenizer(self) -> bool:
         """Whether there are files of a tokenizer: some apps have their own."""
-        return has_tokenizer(self.beside)
+        return bool(tokenizer_files(self.beside))
+
+    @property
+    def tokenizer_dir(self) -> str:
+        """The folder of the tokenizer, from that of the model."""
+        return self.config.content.get("tokenizer_dir") or "."
 
     @property
     def length(self) -> int:
@@ -171,9 +179,9 @@ class Genai:
         return overlay
 
 
-def has_tokenizer(files: Iterable[str]) -> bool:
-    """Whether ``files``, with paths in a folder, have one of a tokenizer."""
-    return any(file.rpartition("/")[2].startswith(("tokenizer", "vocab")) for file in files)
+def tokenizer_files(files: Iterable[str]) -> list[str]:
+    """Those of ``files``, with paths in a folder, that are of a tokenizer, by their names."""
+    return [file for file in files if file.rpartition("/")[2].startswith(_TOKENIZER)]
 
 
 def read_config(folder: Path) -> GenaiConfig:

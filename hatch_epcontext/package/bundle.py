@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath, PurePosixPath
 
 import hatch_epcontext
+from hatch_epcontext.config.genai_config import tokenizer_files
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
 from hatch_epcontext.frozen import dataclass
@@ -77,6 +78,7 @@ def _bundle(
     files = manifest.artifact_files(result) | _copy_option_files(result, folder)
     folders = manifest.source_folders(result.sources)
     paths: dict[str, str] = {}
+    tokenizers = _shared_tokenizers(result) if installed is None else {}
     for source in result.sources:
         model, shipped = source.model, folders[source.model.name]
         if model.is_stage:
@@ -92,10 +94,13 @@ def _bundle(
                 # The other files of a language model.
                 weights = {model.path.name, *source.facts.external_data}
                 records = {name: records[name] for name in records if name not in weights}
+            if model.name in tokenizers:
+                others = [name for name in records if name not in tokenizer_files(records)]
+                records = {name: records[name] for name in others}
             files |= _copy_source(source, folder, shipped, records)
         elif installed is not None:
             paths[model.name] = Path(os.path.relpath(model.path, installed)).as_posix()
-    files |= _write_overlays(result, folder)
+    files |= _write_overlays(result, folder, tokenizers)
     for name, path in modules.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
@@ -111,15 +116,36 @@ def _bundle(
     return Bundle(folder, with_manifest, package)
 
 
-def _write_overlays(result: Result, folder: Path) -> dict[str, FileRecord]:
+def _write_overlays(
+    result: Result, folder: Path, tokenizers: Mapping[str, str]
+) -> dict[str, FileRecord]:
     """Write what each target changes in the configuration of each language model; returns the records."""
     files = {}
     for path, changes in overlays(result).items():
+        name, _, _ = path.partition("/")
+        if name in tokenizers:
+            changes["model"]["tokenizer_dir"] = tokenizers[name]
         file = folder / path / "overlay.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{json.dumps(changes, indent=2)}\n", encoding="utf-8", newline="\n")
         files[f"{path}/{file.name}"] = record_file(file)
     return files
+
+
+def _shared_tokenizers(result: Result) -> dict[str, str]:
+    """Where genai finds the tokenizer of each folder that another one of the same model has too."""
+    shared: dict[str, str] = {}
+    owners: dict[tuple[object, ...], str] = {}
+    for model, records in ((source.model, source.records) for source in result.sources):
+        if model.genai is None or model.is_stage or not _ships_source(model, result):
+            continue
+        files = [(name, records[name].sha256) for name in tokenizer_files(model.genai.beside)]
+        inside = model.genai.tokenizer_dir
+        key = (model.genai.app_name or model.name, inside, *files)
+        if files and key in owners:
+            shared[model.name] = str(PurePosixPath("..", owners[key], inside))
+        owners.setdefault(key, model.name)
+    return shared
 
 
 def _copy_option_files(result: Result, folder: Path) -> dict[str, FileRecord]:

@@ -49,7 +49,7 @@ def test_the_cpu_provider_writes_an_optimized_graph(cli: Cli, source: Path, out:
     session = onnxruntime.InferenceSession(out / "o.onnx")
     assert session.get_inputs()[0].shape == ["batch", 1, 8, 8]
     assert session.run(None, {"x": x})[0].shape == (2, 10)
-    fixed = ("-p", "cpu", *arguments, "--set", "static-shapes=true")
+    fixed = ("-p", "cpu", *arguments, "--set", "static-shapes=true", "--set", "share-weights=false")
     cli("compile", source, "-o", out / "o.onnx", *fixed, "--overwrite")
     session = onnxruntime.InferenceSession(out / "o.onnx")
     assert session.get_inputs()[0].shape == [2, 1, 8, 8]

@@ -11,10 +11,11 @@ import onnx
 import pytest
 
 from hatch_epcontext.jobs.artifact import Artifact
+from hatch_epcontext.package.bundle import bundle
 from tests.cli.conftest import Cli, build_wheel, problems
 from tests.conftest import needs_qnn
 from tests.models import network, save, save_with_data
-from tests.results import configured, install, resulting
+from tests.results import compiled, configured, install, resulting
 from tests.worker.actions.test_compile import X_ELITE, compile_context_of
 
 
@@ -38,6 +39,20 @@ def test_a_wheel_is_shown_and_verified(cli: Cli, wheel: Path) -> None:
     assert len(rows) == 2
     checked = "verified: 9 files\n"
     assert printed.endswith(checked)
+
+
+def test_a_file_that_models_share_is_counted_once(cli: Cli, tmp_path: Path) -> None:
+    size = save(network(), tmp_path / "net.onnx").stat().st_size
+    toml = """
+        models = [{ path = "net.onnx", name = "a" }, { path = "net.onnx", name = "b" }]
+        targets.npu = { provider = "qnn", chip = "snapdragon-x-elite" }
+        fallback = "source"
+    """
+    result = compiled(configured(tmp_path, toml), tmp_path / "artifacts")
+    bundled = bundle(result, tmp_path, {})
+    rows = [line.split() for line in cli("inspect", bundled.folder).stdout.splitlines()]
+    sizes = {row[0]: " ".join(row[3:]) for row in rows if "source" in row}
+    assert sizes == {"a": f"{size / 1000:.1f} kB", "b": ""}
 
 
 def test_a_wheel_as_json(cli: Cli, wheel: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.package.bundle import bundle, modules
 from tests.language_models import make_folder
@@ -67,6 +69,30 @@ def test_two_models_of_one_folder_have_one_each(project: Path, tmp_path: Path) -
     config = configured(project, toml)
     bundled = bundle(compiled(config, tmp_path / "a"), tmp_path, modules(None, config.models))
     assert {name.replace("llama/", "short/") for name in FOLDER} | FOLDER <= recorded(bundled)
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_folders_of_one_model_have_one_tokenizer(
+    project: Path, tmp_path: Path, is_other: bool
+) -> None:
+    for name in ("a", "b"):
+        folder = make_folder(project / "models" / name)
+    if is_other:
+        (folder / "tokenizer_config.json").write_text("{}")
+    toml = """
+        models = [{ path = "models/a", name = "llama", targets.cpu.path = "models/b" }]
+        targets = { cuda.provider = "cuda", cpu.provider = "cpu" }
+    """
+    bundled = bundle(compiled(configured(project, toml), tmp_path / "a"), tmp_path, {})
+    tokenizers = {name for name in recorded(bundled) if "tokenizer" in name}
+    both = {f"{n}/tokenizer{f}.json" for n in ("llama", "llama.cpu") for f in ("", "_config")}
+    overlay = json.loads((bundled.folder / "llama.cpu/source/overlay.json").read_text())
+    if is_other:
+        assert tokenizers == both
+        assert overlay == {"model": {}}
+    else:
+        assert tokenizers == {name for name in both if name.startswith("llama/")}
+        assert overlay == {"model": {"tokenizer_dir": "../llama"}}
 
 
 def test_an_ep_that_runs_the_folder_itself_gets_an_overlay(project: Path, tmp_path: Path) -> None:
