@@ -28,14 +28,16 @@ class Bound:
     ``kind``: an ``"index"`` must stay within the bounds; so must a ``"length"``, whose ``high`` is infinite
     if the graph does not show what it measures; values beyond a ``"clip"`` have no effect; a ``"mask"`` is
     true or false; a ``"choice"`` is one of the values with which a number is compared, a ``"member"``
-    one of several in order; an ``"image"`` is convolved.
+    one of several in order; an ``"image"`` is convolved; a ``"divisor"`` is not near 0.
     ``usual``: the value in normal use. ``whole``: it is rounded first.
     """
 
     operand: int
     low: float
     high: float
-    kind: Literal["index", "length", "clip", "mask", "choice", "member", "image"] = "index"
+    kind: Literal["index", "length", "clip", "mask", "choice", "member", "image", "divisor"] = (
+        "index"
+    )
     usual: float | None = None
     whole: bool = False
 
@@ -67,6 +69,19 @@ def _lengths(operand: int, size: int | None) -> Iterator[Bound]:
     high = math.inf if size is None else size
     if size is None or size > 0:
         yield Bound(operand, 1, high, "length", size)
+
+
+def divisors(node: onnx.NodeProto, scope: Scope) -> Iterator[tuple[str, Bound]]:
+    """Yield what a Div or a Reciprocal divides by, if nothing else reads it: also what it is a power of."""
+    if node.op_type not in ("Div", "Reciprocal"):
+        return
+    name = node.input[-1]
+    while len(scope.readers.get(name, ())) == 1:
+        yield name, Bound(0, 0.5, 1.5, "divisor")
+        maker = scope.maker(name)
+        if maker is None or maker.op_type not in ("Abs", "Mul", "Sqrt") or len({*maker.input}) > 1:
+            return
+        (name,) = {*maker.input}
 
 
 _Axis = int | tuple[str, int]

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Numbers, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Far, InFloats, Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import DEVIATIONS, looks_like_sound
@@ -54,6 +54,9 @@ _SECONDS = frozenset({3600, 86400, 604800})
 _MAX_VALUES = 4
 """The most other values of a number that is compared."""
 
+_OFFSET = 1000.0
+"""The offset of values of which only differences count, such as prices, over their deviation."""
+
 _COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
 _INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"})
@@ -69,7 +72,7 @@ class Uses:
     ``centers``: constants that it subtracts, or compares with. ``indexed``: the size of an axis in which they
     are indices. ``is_signal``: whether a filter reads them. ``scale`` and ``gain``: the smallest and the
     largest factor by which it multiplies them. ``floats`` and ``reach``: as in `Range`. ``skipping``: the
-    value for which a Loop has no iteration.
+    value for which a Loop has no iteration. ``is_series``: whether it subtracts neighbours from each other.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -80,6 +83,7 @@ class Uses:
     floats: InFloats | None = None
     reach: float = 0.0
     skipping: float | None = None
+    is_series: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ class UsesOfInputs:
             self._add_reach(node)
         elif operator in _COMPARES or operator in ("Add", "Sub"):
             self._add_centers(node)
+            self._add_difference(node)
         elif operator == "BatchNormalization":
             self._add_mean(node)
 
@@ -201,6 +206,31 @@ class UsesOfInputs:
                 self._add_center(
                     node.input[operand], Center(center, self._deviation(node), unit, compared)
                 )
+
+    def _add_difference(self, node: onnx.NodeProto) -> None:
+        """That of an input's own neighbours in a series, or of values and their mean: any offset is lost."""
+        scope, one, other = self._terms.scope, *node.input[:2]
+        if node.op_type != "Sub" or not (self._terms.of(one) and self._terms.of(other)):
+            return
+        mean = scope.maker(other)
+        is_mean = mean is not None and mean.op_type == "ReduceMean" and mean.input[0] == one
+        if is_mean and mean is not None:
+            axes, rank = scope.axes(mean) or (), len(scope.sizes(one) or ())
+            # Along the last axis of several rows it normalizes what a layer computes.
+            is_mean = rank <= 2 or (rank == 3 and rank - 1 not in axes)
+        root = self._moved(one)
+        whole, *parts = (scope.shape(name) for name in (root, one, other))
+        if whole is None or None in parts or not (is_mean or root == self._moved(other)):
+            return
+        if is_mean or all(2 * math.prod(part or ()) > math.prod(whole) for part in parts):
+            self.of[root].is_series = True
+
+    def _moved(self, name: str) -> str:
+        """The value of which ``name`` has values."""
+        scope = self._terms.scope
+        while (maker := scope.maker(name)) is not None and maker.op_type in operators.MOVES:
+            name = maker.input[0]
+        return name
 
     def _add_center(self, name: str, center: Center) -> None:
         for term in self._own(name):
@@ -273,6 +303,8 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         return ordinary
     sound = uses.is_signal and looks_like_sound(facts)
     far = [*_around(facts, ordinary, uses)]
+    if uses.is_series and not looks_like_sound(facts):
+        far.append(Far(centers=(_OFFSET,), spreads=(1.0,)))
     if sound:
         far.append(Far(centers=(0.0,), spreads=(_OF_SOUND,)))
     elif not far and uses.scale < 1 / _SCALED:

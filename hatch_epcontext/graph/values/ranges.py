@@ -16,7 +16,7 @@ import onnx
 
 from hatch_epcontext.graph.dtypes import is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.graph.values.bounds import Bound, bounds
+from hatch_epcontext.graph.values.bounds import Bound, bounds, divisors
 from hatch_epcontext.graph.values.conventions import (
     DEVIATIONS,
     is_length_name,
@@ -84,6 +84,11 @@ def _bounds(
                 of_bytes = 0 < term.scale < _SCALED or term.offset < _CENTERED
                 high = _MAX_OF_BYTES if of_bytes else 1.0
                 reached[term.input].append(Bound(0, 0.0, high, "image"))
+    floats = {facts.name for facts in tensors if is_float(numpy_dtype(facts.dtype))}
+    for node in terms.scope.nodes:
+        for name, bound in divisors(node, terms.scope):
+            if name in floats:
+                reached[name].append(bound)
     uses.add_outputs(value.name for value in main.output)
     return reached, uses
 
@@ -207,11 +212,13 @@ def _both(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, 
     return (low, high) if low <= high else None
 
 
-def _open_range(facts: TensorFacts, reached: Iterable[Bound]) -> Range:
+def _open_range(facts: TensorFacts, reached: Sequence[Bound]) -> Range:
     """The range of floats that nothing bounds."""
     images = [bound.high for bound in reached if bound.kind == "image"]
     if images and looks_like_image(facts):
         return Range(0.0, min(images), known=False)
     if is_scale(facts):
         return Range(0.5, 1.5, known=False, usual=1.0)
+    if any(bound.kind == "divisor" for bound in reached):
+        return Range(0.5, 1.5, known=False)
     return Range(-DEVIATIONS, DEVIATIONS, known=False)

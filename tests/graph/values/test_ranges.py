@@ -215,6 +215,15 @@ def test_a_number_is_the_one_with_which_it_is_compared() -> None:
     assert found["rate"] == index(16000, 16000)
 
 
+def test_what_is_only_divided_by_is_not_near_zero() -> None:
+    found = ranges(
+        """(float[4] mass, float[4] height, float[4] x) => (float[4] y, float[4] z, float[4] s) {
+        h = Mul (height, height) y = Div (mass, h) z = Div (x, x) s = Neg (x) }"""
+    )
+    assert found["height"] == Range(0.5, 1.5, known=False)
+    assert (found["mass"].low, found["x"].low) == (-8, -8)
+
+
 def test_an_invalid_graph_bounds_nothing() -> None:
     made = parsed(
         "(int64[1] i) => (float[] y) { y = Gather (table, i) }", check=False, table=(7, 3)
@@ -268,6 +277,10 @@ def spans(range_: Range) -> list[tuple[float, float]]:
     ]
 
 
+NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j = {{1}}, int64[1] n = {{{}}},
+    int64[1] m = {{{}}}> {{ a = Slice (x, i, n, j) b = Slice (x, j, m, j) y = Sub (b, a) }}"""
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -292,6 +305,17 @@ def spans(range_: Range) -> list[tuple[float, float]]:
             [(-1000, 1000), (-65504, 65504)],
         ),
         ("(float[5, 9] t, int32[2] x) => (float[2, 9] y) { y = Gather (t, x) }", [(-5, 4)]),
+        # Neighbours in a series, and all less their mean; no columns of a table, and no layer's rows.
+        (NEIGHBOURS.format(31, 32), [(1000, 1)]),
+        (NEIGHBOURS.format(1, 2), []),
+        (
+            "(float[1, 32] x) => (float[] y) { m = ReduceMean <axes = [1]> (x) y = Sub (x, m) }",
+            [(1000, 1)],
+        ),
+        (
+            "(float[1, 4, 32] x) => (float[] y) { m = ReduceMean <axes = [2]> (x) y = Sub (x, m) }",
+            [],
+        ),
         # No iteration at all.
         (
             """(int64 x, float[2] a) => (float[2] y) <int64 one = {1}> { n = Add (x, one)
