@@ -69,12 +69,17 @@ def _bundle(
     companions: Mapping[str, str] | None,
 ) -> Bundle:
     folder.mkdir(exist_ok=True)
+    artifact_folders = manifest.artifact_folders(result)
     for built in result.built:
-        copied = folder / built.job.folder
-        if built.artifact.folder != copied:
+        copied, is_first = (
+            folder / built.job.folder,
+            artifact_folders[built.job.folder] == built.job.folder,
+        )
+        if built.artifact.folder != copied or not is_first:
             # Chips that were built alone may be there.
             shutil.rmtree(copied, ignore_errors=True)
-            shutil.copytree(built.artifact.folder, copied, copy_function=link_or_copy)
+            if is_first:
+                shutil.copytree(built.artifact.folder, copied, copy_function=link_or_copy)
     files = manifest.artifact_files(result) | _copy_option_files(result, folder)
     folders = manifest.source_folders(result.sources)
     paths: dict[str, str] = {}

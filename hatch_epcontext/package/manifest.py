@@ -207,12 +207,12 @@ def make(
     """
     generator = f"{GENERATOR} {hatch_epcontext.__version__}"
     sources = {source.model.name: source for source in result.sources}
-    components = {}
+    components, folders = {}, artifact_folders(result)
     for name, source in sources.items():
         shape_set = source.model.shape_set
         # A model with several shapes is no component itself: each shape has its variants with open shapes.
         if shape_set is None or name != shape_set.name:
-            variants = _variants(source, source_files.get(name), result.built)
+            variants = _variants(source, source_files.get(name), result.built, folders)
             about = _about(source, sources, result.built, layout)
             if companions:
                 modules = {
@@ -229,13 +229,18 @@ def make(
     )
 
 
-def _variants(source: Source, file: str | None, built: tuple[Built, ...]) -> dict[str, Variant]:
-    """The variants of a model in the order of its targets; ``file``: where its source is, if it is one."""
+def _variants(
+    source: Source, file: str | None, built: tuple[Built, ...], folders: Mapping[str, str]
+) -> dict[str, Variant]:
+    """The variants of a model in the order of its targets; ``file``: where its source is, if it is one.
+
+    ``folders`` are those of `artifact_folders`.
+    """
     model, facts, shape_set = source.model, source.facts, source.model.shape_set
     names = {model.name, shape_set.name} if shape_set and shape_set.members else {model.name}
     order = shape_set.targets if shape_set else tuple(target.name for target in model.targets)
     compiled = {
-        result.job.target.name: _variant(result, member.name)
+        result.job.target.name: _variant(result, member.name, folders[result.job.folder])
         for result in built
         for member in result.job.models
         if member.name in names
@@ -302,7 +307,7 @@ def _shippable(table: ValidateTable) -> ValidateTable:
     return dataclasses.replace(table, mode=default.mode, inputs=inputs)
 
 
-def _variant(built: Built, model: str) -> Variant:
+def _variant(built: Built, model: str, folder: str) -> Variant:
     job, record = built.job, built.artifact.record
     target, settings = job.target, job.target.settings
     (index,) = (i for i, entry in enumerate(record.contexts) if entry.model == model)
@@ -336,7 +341,7 @@ def _variant(built: Built, model: str) -> Variant:
         group=job.group,
     )
     return Variant(
-        variant_directory=job.folder,
+        variant_directory=folder,
         ep=settings.ep,
         # ONNX Runtime does not select a variant of the CPU EP that names a device.
         device=settings.device if settings.device in ("npu", "gpu") else None,
@@ -361,10 +366,26 @@ def _split_options(target: Target) -> tuple[dict[str, str], dict[str, str]]:
     return only_ours, rest
 
 
+def artifact_folders(result: Result) -> dict[str, str]:
+    """The folder of each job's artifact, from the package, by the job's own folder.
+
+    Equal artifacts have one: a model's optimized graph may be the same for several EPs.
+    """
+    known: dict[object, str] = {}
+    folders = {}
+    for job, record in ((built.job, built.artifact.record) for built in result.built):
+        # Files of its options, or of onnxruntime-genai, belong beside it.
+        is_lone = job.target.shipped_files or any(model.genai for model in job.models)
+        key = job.folder if is_lone else frozenset(record.files.items())
+        folders[job.folder] = known.setdefault(key, job.folder)
+    return folders
+
+
 def artifact_files(result: Result) -> dict[str, FileRecord]:
     """The recorded files of all artifacts, by path from the package."""
+    folders = artifact_folders(result)
     return {
-        f"{built.job.folder}/{name}": recorded
+        f"{folders[built.job.folder]}/{name}": recorded
         for built in result.built
         for name, recorded in built.artifact.record.files.items()
     }

@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from hatch_epcontext import loader
 from tests.cli.conftest import Cli, build_wheel, problems
 from tests.conftest import needs, needs_qnn
 from tests.models import network, save
@@ -160,3 +161,29 @@ def test_a_package_of_engines_is_validated_by_its_structure_without_a_gpu(
     file.write_text(f"[project]\n{needs_other}\n{file.read_text('utf-8')}", encoding="utf-8")
     refused = cli("export", app_project, "-o", tmp_path / "more", "--target", "one", code=2)
     assert [line.split()[-1] for line in problems(refused)] == ["EPC102"]
+
+
+def test_equal_artifacts_of_two_targets_are_shipped_once_and_all_targets_open(
+    cli: Cli, app_project: Path, tmp_path: Path
+) -> None:
+    toml = """
+[tool.epcontext]
+models = ["models/a.onnx"]
+[tool.epcontext.targets]
+any = { provider = "cpu" }
+few = { provider = "cpu", session-options = { "session.intra_op_num_threads" = "1" } }
+other = { provider = "cpu", optimization = "extended" }
+"""
+    (app_project / "pyproject.toml").write_text(toml, encoding="utf-8")
+    cli("export", app_project, "-o", tmp_path / "out")
+    shipped = [name for name in files(tmp_path / "out") if name.endswith(".onnx")]
+    assert shipped == ["a/any/a_optimized.onnx", "a/other/a_optimized.onnx"]
+    variants = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["components"]["a"][
+        "variants"
+    ]
+    assert [v["variant_directory"] for v in variants.values()] == ["a/any", "a/any", "a/other"]
+    for target in variants:
+        opened = loader.load("a", target=target, package=tmp_path / "out", verify=True)
+        assert loader.target_of(opened) == target
+    assert "verified" in cli("inspect", tmp_path / "out", "--verify").stdout
+    assert len(cli("validate", tmp_path / "out").stdout.splitlines()) == 3
