@@ -193,8 +193,7 @@ class UsesOfInputs:
         is_long = is_whole and other is not None and _is_long(other)
         for term in self._own(node.input[0]):
             uses_digits = is_whole and is_modulo and term.scale == 1
-            is_log = node.op_type == "Log" and term.scale == 1
-            if is_log or uses_digits or is_long:
+            if node.op_type == "Log" or uses_digits or is_long:
                 self.of[term.input].reach = _MAX_EXACT
 
     def _add_centers(self, node: onnx.NodeProto) -> None:

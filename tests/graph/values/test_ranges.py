@@ -417,6 +417,7 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
         ("y = Equal (x, id)", 10**10),
         ("c = Cast <to = 1> (x) y = Mul (c, micro)", 8e6),
         ("c = Cast <to = 1> (x) y = Exp (c)", 0),
+        ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Log (d)", 2**53),
     ],
 )
 def test_constants_show_how_large_values_are(nodes: str, reach: float) -> None:
