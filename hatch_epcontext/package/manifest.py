@@ -279,7 +279,13 @@ def _about(
 ) -> ComponentMetadata:
     model, facts = source.model, source.facts
     members = model.shape_set.members if model.shape_set else ()
-    validated = (job.validated.get(model.name) for job in built)
+    # There may be thousands of jobs, and to read the verdicts of all for each model takes minutes.
+    validated = (
+        job.validated.get(member.name)
+        for job in built
+        for member in job.job.models
+        if member.name == model.name
+    )
     return ComponentMetadata(
         (model.genai and model.genai.app_name) or model.configured_name,
         source.identity,
