@@ -264,7 +264,7 @@ OTHERS = {
     *("apply_text", "compute_in_32_bits", "inline_function"),
     *("decompose_picture", "decompose_quantization", "gather_blocks", "move_between_floats"),
     *("reduce_nothing", "reduce_rank", "reduce_rank_of_gather", "reduce_rank_of_transpose"),
-    *("join_reshapes", "drop_single", "decompose"),
+    *("join_reshapes", "drop_single", "decompose", "loop_as_layer"),
 }
 """Those of many operators, and of ONNX Runtime's own; other tests have examples."""
 
