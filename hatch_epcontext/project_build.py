@@ -150,7 +150,12 @@ class ProjectBuild:
     ) -> tuple[Result, Bundle]:
         """Compile all models, and make the package for ``output`` in the wheel, beside what is ``packed``."""
         from hatch_epcontext.package.bundle import bundle
-        from hatch_epcontext.package.wheel import loose_bounds, repeated_models, unused_platforms
+        from hatch_epcontext.package.wheel import (
+            check_models,
+            loose_bounds,
+            repeated_models,
+            unused_platforms,
+        )
 
         installing, own = self._companions(config, project, output), config.of_wheel()
         if installing:
@@ -158,6 +163,8 @@ class ProjectBuild:
             self.terminal.info(f"left to companion wheels (epcontext companions): {names}")
         if line := unused_platforms(own):
             self.terminal.info(line)
+        if line := check_models(own):
+            self.terminal.warn(line)
         about = project.dependencies, project.requires_python
         for line in loose_bounds(config.targets, *about):
             self.terminal.warn(line)

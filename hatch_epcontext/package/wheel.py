@@ -46,7 +46,9 @@ _MAX_NAMED = 5
 _RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
 
 MAX_SIZE = 100 * 10**6
-"""The size in bytes above which package indexes refuse a file by default."""
+"""The size in bytes above which package indexes refuse a file by default (PyPI's documentation, "Storage
+limits").
+"""
 
 Tree = Mapping[str, Path]
 """Files that Hatch packs, by their path in the archive, with forward slashes."""
@@ -381,6 +383,23 @@ def _hashes(archive: zipfile.ZipFile) -> dict[str, str]:
         for row in rows
         if len(row) == 3 and row[1].startswith("sha256=")
     }
+
+
+def check_models(config: Config) -> str | None:
+    """A warning before compiling about models that are too large for a wheel; None for others."""
+    files = set[Path]()
+    for model in config.models:
+        if model.targets or model.fallback != "none":
+            beside = model.genai.beside if model.genai else ()
+            files |= {model.path, *(model.path.parent / name for name in beside)}
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    if size <= MAX_SIZE:
+        return None
+    return (
+        f"the models for this wheel have {show_size(size)}, and what is compiled has their weights again. "
+        f"Package indexes accept {show_size(MAX_SIZE)} a file: put targets and source models into companion "
+        "wheels (companion)."
+    )
 
 
 def check_size(archive: Path) -> str | None:

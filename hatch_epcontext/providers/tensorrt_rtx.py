@@ -43,7 +43,7 @@ _MAGIC, _SIZE, _VERSION, _GPUS = b"vtrt", 16, 24, 32
 its header. That is no documented format: it was found by comparing engines of 1.7.1.116."""
 
 
-def engine_size(header: bytes) -> int:
+def engine_size(header: bytes | memoryview) -> int:
     """The size in bytes of the engine with this header."""
     return int.from_bytes(header[_SIZE : _SIZE + 8], "little")
 

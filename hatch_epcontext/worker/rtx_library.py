@@ -105,7 +105,7 @@ def compile_with_library(
     if engine is None:
         raise LibraryError(_not_built(log.errors, target, fused))
     version = importlib.import_module(trt.__package__).__version__
-    blob = bytes(engine)
+    blob = memoryview(engine)
     check_engine(blob, target)
     if target.settings.embed and len(blob) > PROTOBUF_LIMIT - _MAX_REST:
         size = f"the engine has {len(blob) / 2**30:.1f} GiB"
@@ -118,7 +118,7 @@ def compile_with_library(
     _write(source, blob, result, target, version)
 
 
-def check_engine(engine: bytes, target: Target) -> None:
+def check_engine(engine: bytes | memoryview, target: Target) -> None:
     """Raise BuildError unless the header of ``engine`` has its size and the target's GPUs.
 
     Without a GPU the library reads no more of it.
@@ -316,7 +316,7 @@ def _set_shape(trt_profile: Any, tensor: Any, profile: Profile, key: Key) -> Non
 
 
 def _write(
-    source: onnx.ModelProto, engine: bytes, result: Path, target: Target, version: str
+    source: onnx.ModelProto, engine: memoryview, result: Path, target: Target, version: str
 ) -> None:
     """Write the context model, and the engine beside it unless it is embedded."""
     settings, file = target.settings, f"{result.stem}.engine"
@@ -330,7 +330,7 @@ def _write(
         domain="com.microsoft",
         main_context=0,
         embed_mode=int(settings.embed),
-        ep_cache_context=engine if settings.embed else file,
+        ep_cache_context=bytes(engine) if settings.embed else file,
         hardware_architecture=",".join(
             capability.replace(".", "") for capability in settings.compute_capabilities
         ),
