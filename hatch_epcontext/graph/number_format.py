@@ -29,11 +29,13 @@ RewriteName = Literal[
     "hard-swish",
     "reciprocals",
     "floor",
+    "broadcast",
 ]
 """The rewrites of nodes that EPs compute wrong, or inexactly: see `rewrites.precise`."""
 
 WHOLE: tuple[RewriteName, ...] = (
-    *("truncate", "modulo", "truth", "bytes", "indices", "hard-swish", "reciprocals"),
+    *("truncate", "modulo", "truth", "bytes", "indices"),
+    *("hard-swish", "reciprocals", "broadcast"),
 )
 """Those of `rewrites.integers`."""
 

@@ -63,6 +63,16 @@ def is_of_integers(op_type: str) -> bool:
     return op_type.startswith("QLinear") or op_type == "QGemm"
 
 
+_ELEMENTWISE = """
+Abs Acos Acosh Add And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast Ceil
+Celu Clip Cos Cosh Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid HardSwish Identity
+IsInf IsNaN LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or PRelu Pow Reciprocal Relu
+Round Selu Shrink Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Sub Sum Swish Tan Tanh ThresholdedRelu Where
+Xor
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+"""Operators that compute each value of the result from one of each operand, which are broadcast."""
+
 REPEATING = frozenset({"GRU", "LSTM", "Loop", "RNN"})
 """Operators that repeat what they compute for each position, and that can be unrolled."""
 

@@ -51,17 +51,22 @@ class Scope:
         nested: bool = False,
     ) -> None:
         self.body, self._outer = body, outer
-        self.nodes: Sequence[onnx.NodeProto] = [*graph.nodes(body)] if nested else body.node
+        bodies = [*graph.graphs(body)] if nested else [body]
+        self.nodes: Sequence[onnx.NodeProto] = body.node
+        if len(bodies) > 1:
+            self.nodes = [node for inner in bodies for node in inner.node]
         own: dict[str, onnx.TypeProto | None] = dict(types)
         stored: dict[str, onnx.TensorProto | None] = {}
-        for inner in graph.graphs(body) if nested else (body,):
+        for inner in bodies:
             values = (*inner.input, *inner.value_info, *inner.output)
-            own |= {value.name: value.type for value in values}
-            stored |= {value.name: None for value in values}
+            typed = {value.name: value.type for value in values}
+            own |= typed
+            stored |= dict.fromkeys(typed)
             for node in inner.node:
+                tensor = graph.constant_tensor(node)
                 for name in node.output:
                     own.setdefault(name, None)
-                    stored[name] = graph.constant_tensor(node)
+                    stored[name] = tensor
             stored |= {tensor.name: tensor for tensor in inner.initializer}
         self._own = own.keys()
         self.types: MutableMapping[str, onnx.TypeProto | None] = own

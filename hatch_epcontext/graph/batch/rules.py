@@ -412,14 +412,6 @@ SAME_TYPE: Mapping[str, tuple[int, ...]] = {
 }
 """Operators whose types onnx does not infer, with the results that have the type of the first operand."""
 
-_ELEMENTWISE = """
-Abs Acos Acosh Add And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast Ceil
-Celu Clip Cos Cosh Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid HardSwish Identity
-IsInf IsNaN LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or PRelu Pow Reciprocal Relu
-Round Selu Shrink Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Sub Sum Swish Tan Tanh ThresholdedRelu Where
-Xor
-"""
-
 _REDUCTIONS = """
 ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum
 ReduceSumSquare
@@ -432,7 +424,7 @@ GroupNormalization InstanceNormalization LpPool QLinearConv STFT SpaceToDepth
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(operators.RESHAPING, _reshape),
-    **dict.fromkeys([*_ELEMENTWISE.split(), *_GELUS], _elementwise),
+    **dict.fromkeys([*operators.ELEMENTWISE, *_GELUS], _elementwise),
     **dict.fromkeys(("CastLike", "DequantizeLinear", "QuantizeLinear"), _first),
     **dict.fromkeys(("Hardmax", "LogSoftmax", "Softmax"), _along(_softmax)),
     **dict.fromkeys(("ArgMax", "ArgMin", "Split"), _along(_axis(0))),

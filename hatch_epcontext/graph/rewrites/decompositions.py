@@ -18,6 +18,8 @@ from hatch_epcontext.graph.scope import Scope
 
 _SMALL = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16})
 
+_EXTREMES_OF_INTEGERS = 12
+
 _SLICES_WITH_INPUTS = 10
 """The opset from which a Slice has its limits as inputs."""
 
@@ -38,8 +40,15 @@ _ERF = (4.51351884, 6.57699078, -0.188808943, -10.2517888, 23.5176118, -25.10579
 _MAX_VALUES = 2**24
 """The most values of a mask: 16 MB."""
 
-_NEUTRAL = {"add": 0, "max": -np.inf}
-"""The neutral value of each way to join rows."""
+_JOINS: Mapping[str, tuple[str, str, float | None]] = {
+    "add": ("ReduceSum", "Add", 0),
+    "max": ("ReduceMax", "Max", None),
+    "min": ("ReduceMin", "Min", None),
+    "mul": ("ReduceProd", "Mul", 1),
+}
+"""How values are joined along an axis, and two of them, and what changes none; None for the largest."""
+
+_LEAST = {"max": -np.inf, "min": np.inf}
 
 _CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
@@ -168,11 +177,25 @@ def decompose_quantization(node: onnx.NodeProto, scope: Scope, builder: Builder)
     divided = builder.add("Div", value, spread(scale))
     number = builder.add("Cast", builder.add("Round", divided), to=TensorProto.INT32)
     number = builder.add("Add", number, offset) if offset else number
-    # Max and Min of older opsets have no integers.
-    for compare, limit in (("Less", info.min), ("Greater", info.max)):
+    for operator, compare, limit in (("Max", "Less", info.min), ("Min", "Greater", info.max)):
         bound = builder.store(np.int32(limit))
-        number = builder.add("Where", builder.add(compare, number, bound), bound, number)
+        # Max and Min of older opsets have no integers.
+        if builder.opset >= _EXTREMES_OF_INTEGERS:
+            number = builder.add(operator, number, bound)
+        else:
+            number = builder.add("Where", builder.add(compare, number, bound), bound, number)
     return [builder.add("Cast", number, to=type_)]
+
+
+@rewrites("com.microsoft.QLinearConcat")
+def decompose_quantized_concat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Concat of quantized values as that of their floats."""
+    scale, zero, *parts = node.input
+    floats = [
+        builder.add("DequantizeLinear", *parts[at : at + 3]) for at in range(0, len(parts), 3)
+    ]
+    value = builder.add("Concat", *floats, axis=graph.number(node, "axis", 0))
+    return [builder.add("QuantizeLinear", value, scale, zero)]
 
 
 def _is_between(node: onnx.NodeProto, scope: Scope) -> bool:
@@ -278,15 +301,6 @@ def decompose_picture(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
     return [builder.add("Add", product, builder.store(offset))]
 
 
-@rewrites("Softplus")
-def decompose_softplus(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The larger of x and 0, plus the rest, whose Exp cannot overflow."""
-    value = node.input[0]
-    power = builder.add("Exp", builder.add("Neg", builder.add("Abs", value)))
-    rest = builder.add("Log", builder.add("Add", power, builder.number(1)))
-    return [builder.add("Add", builder.add("Relu", value), rest)]
-
-
 @rewrites(*_FUNCTIONS)
 def reduce_nothing(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A reduction along no axis, as the values, or a function of each."""
@@ -312,13 +326,6 @@ def decompose_reduction(node: onnx.NodeProto, scope: Scope, builder: Builder) ->
         value = builder.add(before, *[value] * (2 if before == "Mul" else 1))
     total = builder.reduced("ReduceSum", value, axes, graph.number(node, "keepdims", 1))
     return [builder.add(after, total) if after else total]
-
-
-@rewrites("GreaterOrEqual", "LessOrEqual")
-def decompose_comparison(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """A function of ONNX, of whose older versions ONNX Runtime infers no shape, which some EPs need."""
-    strict = builder.add(node.op_type.removesuffix("OrEqual"), *node.input)
-    return [builder.add("Or", strict, builder.add("Equal", *node.input))]
 
 
 @rewrites("Clip")
@@ -384,44 +391,107 @@ def slice_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     return [builder.add("Gather", value, indices, axis=axis)]
 
 
+@rewrites("ScatterND")
+def scatter_as_elements(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Parts of ``data`` at several indices as rows, and those at the number of each one."""
+    data, indices, updates = node.input
+    shape, index_shape = scope.fixed_shape(data), scope.fixed_shape(indices)
+    rows = [math.prod(index_shape[:-1]), math.prod(shape[index_shape[-1] :])]
+    index = builder.reshape(_flat_indices(indices, shape, scope, builder), [-1, 1])
+    result = builder.add(
+        "ScatterElements",
+        builder.reshape(data, [-1, rows[1]]),
+        builder.add("Expand", index, builder.integers(rows)),
+        builder.reshape(updates, rows),
+        axis=0,
+        reduction=graph.text(node, "reduction") or None,
+    )
+    return [builder.reshape(result, shape)]
+
+
+@rewrites("GatherND")
+def gather_nd_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Parts of ``data`` at several indices as rows at the number of each one."""
+    data, indices = node.input
+    shape, index_shape = scope.fixed_shape(data), scope.fixed_shape(indices)
+    count = graph.number(node, "batch_dims", 0)
+    rows = math.prod(shape[count + index_shape[-1] :])
+    index = _flat_indices(indices, shape[count:], scope, builder)
+    if count:
+        size, dtype = math.prod(shape[count : count + index_shape[-1]]), scope.dtype(indices)
+        firsts = np.arange(math.prod(shape[:count]), dtype=dtype).reshape(*shape[:count]) * size
+        firsts = firsts.reshape(*shape[:count], *[1] * (len(index_shape) - count - 1))
+        index = builder.add("Add", index, builder.store(firsts))
+    flat = builder.reshape(data, [-1, rows])
+    result = builder.add("Gather", flat, builder.reshape(index, [-1]), axis=0)
+    return [builder.reshape(result, scope.fixed_shape(node.output[0]))]
+
+
+def _flat_indices(name: str, shape: Sequence[int], scope: Scope, builder: Builder) -> str:
+    """The number, among all parts of a ``shape``, of those that ``name`` has as indices of several axes."""
+    dtype, depth = scope.known_dtype(name), scope.fixed_shape(name)[-1]
+    sizes = np.array(shape[:depth], dtype)
+    is_negative = builder.add("Less", name, builder.store(np.zeros((), dtype)))
+    wrapped = builder.add("Add", name, builder.store(sizes))
+    index = builder.add("Where", is_negative, wrapped, name)
+    factors = np.append(np.cumprod(sizes[:0:-1])[::-1], 1).astype(dtype)
+    parts = builder.add("Mul", index, builder.store(factors)) if depth > 1 else index
+    return builder.reduced("ReduceSum", parts, [len(scope.fixed_shape(name)) - 1], keepdims=0)
+
+
 @rewrites("ScatterElements")
 def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """Rows that are added to those of ``data``, or whose maximum is taken, as in graph networks."""
-    data, indices, rows = node.input
+    """Values that are joined with those of ``data``, such as the rows of graph networks."""
+    data, indices, updates = node.input
     expand = scope.maker(indices)
     if expand is not None and expand.op_type == "Expand":
         indices = expand.input[0]
     kind = graph.text(node, "reduction") or "none"
-    if kind not in _NEUTRAL:
+    if kind not in _JOINS:
         return Declined(f"its reduction is {kind}")
-    data_shape, shape, index_shape = map(scope.fixed_shape, (data, rows, indices))
-    dtype = scope.known_dtype(indices)
-    count, *inner = shape
-    # All values of a row have one index, and are a whole row.
-    wide = [*[1] * (len(shape) - len(index_shape)), *index_shape]
-    is_whole = wide == [count, *[1] * len(inner)] and inner == [*data_shape[1:]]
-    if graph.number(node, "axis", 0) or not is_whole or builder.dtype.kind != "f":
-        return Declined("it does not scatter whole rows of floats along the first axis")
-    size = math.prod(inner)
-    mask = data_shape[0] * count * (size if kind == "max" else 1)
+    reduction, operator, neutral = _JOINS[kind]
+    shape, rows, own = map(scope.fixed_shape, (data, updates, indices))
+    dtype, axis = scope.known_dtype(indices), graph.number(node, "axis", 0) % len(shape)
+    order = [axis, *(other for other in range(len(shape)) if other != axis)]
+    if any(shape[other] != rows[other] for other in order[1:]):
+        return Declined("it scatters into a part of the other axes")
+    height, count, size = shape[axis], rows[axis], math.prod(rows) // max(rows[axis], 1)
+    # All values of a row have one index.
+    is_of_rows = not axis and (*[1] * (len(rows) - len(own)), *own) == (
+        count,
+        *[1] * (len(rows) - 1),
+    )
+    is_product = is_of_rows and kind == "add" and builder.dtype.kind == "f"
+    mask = height * count * (1 if is_product else size)
     if not size or not 0 < mask <= _MAX_VALUES:
         return Declined(f"its mask has {mask:,} values")
-    numbers = np.arange(data_shape[0], dtype=dtype).reshape(-1, 1)
-    index = builder.reshape(indices, [1, count])
+
+    def moved(name: str, sizes: Sequence[int]) -> str:
+        """``name`` with the axis first."""
+        return builder.reshape(builder.transpose(name, order) if axis else name, sizes)
+
+    wide = [1, count, 1 if is_of_rows else size]
+    index = moved(indices if is_of_rows else node.input[1], wide)
+    numbers = np.arange(height, dtype=dtype).reshape(-1, 1, 1)
     # Indices may count from the end.
-    sides = (numbers, numbers - numbers.size)
+    sides = (numbers, numbers - height)
     hit = builder.add("Or", *(builder.add("Equal", index, builder.store(side)) for side in sides))
-    if kind == "add":
-        ones = builder.add("Cast", hit, to=scope.elem_type(rows))
-        result = builder.add("MatMul", ones, builder.reshape(rows, [count, size]))
+    start = moved(data, [height, 1, size])
+    if is_product:
+        ones = builder.add(
+            "Cast", builder.reshape(hit, [height, count]), to=scope.elem_type(updates)
+        )
+        result = builder.add("MatMul", ones, builder.reshape(updates, [count, size]))
     else:
-        hit = builder.reshape(hit, [data_shape[0], count, 1])
-        row = builder.reshape(rows, [1, count, size])
-        other = builder.reshape(data, [data_shape[0], 1, size])
-        joined = builder.add("Where", hit, row, other)
-        result = builder.reduced("ReduceMax", joined, [1], keepdims=0)
-    result = builder.reshape(result, data_shape)
-    start = scope.constant(data)
-    if start is not None and (start == _NEUTRAL[kind]).all():
-        return [result]
-    return [builder.add(kind.capitalize(), data, result)]
+        other = start if neutral is None else builder.number(neutral)
+        joined = builder.add("Where", hit, moved(updates, [1, count, size]), other)
+        result = builder.reduced(reduction, joined, [1], keepdims=0)
+    stored = scope.constant(data)
+    if stored is None or not (stored == (_LEAST[kind] if neutral is None else neutral)).all():
+        result = builder.add(operator, builder.reshape(start, [height, size]), result)
+    result = builder.reshape(result, [shape[other] for other in order])
+    return [
+        builder.transpose(result, [order.index(other) for other in range(len(shape))])
+        if axis
+        else result
+    ]

@@ -2,10 +2,10 @@
 
 A text is in ONNX's syntax. What a node has decides which lines of it count: the comment ``# if bias`` keeps a
 line only for nodes with this input, output or attribute. Other conditions are an attribute's value, as in
-``do_rotary = 1``, the type of an input, as in ``x is float``, its number of dimensions, as in ``mask has 2``,
-or its length, as in ``mask fits input``; ``not``, ``and`` and ``or`` join them. A node that fails a condition
-after ``# needs`` stays as it is, for the reason after a colon. The texts are for the newest version of
-an operator; reductions and others get that of the model's opset.
+``do_rotary = 1`` or ``opset < 13``, the type of an input, as in ``x is float``, its number of dimensions, as
+in ``mask has 2``, or its length, as in ``mask fits input``; ``not``, ``and`` and ``or`` join them. A node
+that fails a condition after ``# needs`` stays as it is, for the reason after a colon. The texts are for the
+newest version of an operator; reductions and others get that of the model's opset.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class _Facts:
         if term.startswith("not "):
             return not self._term(term.removeprefix("not "))
         name, relation, value = (*term.split(), "", "")[:3]
+        if relation == "<":
+            return bool(helper.get_attribute_value(self._attributes[name]) < int(value))
         if relation in ("=", "is"):
             return self._has_value(name, value) if relation == "=" else self._is(name, value)
         sizes = self._scope.sizes(self._inputs.get(name, "")) or ()

@@ -168,6 +168,39 @@ def unpool_as_scatter(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
     return [builder.reshape(builder.add("ScatterElements", zeros, *flat, axis=0), result)]
 
 
+@rewrites("TopK")
+def top_of_last_axis(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A TopK along another axis as one along the last, between Transposes."""
+    rank = len(scope.fixed_shape(node.input[0]))
+    axis = graph.number(node, "axis", -1) % rank
+    if axis == rank - 1:
+        return None
+    order = [*range(rank)]
+    order[axis], order[-1] = order[-1], order[axis]
+    value = builder.transpose(node.input[0], order)
+    outputs = builder.add_like(node, "TopK", [value, *node.input[1:]])
+    for attribute in builder.nodes[-1].attribute:
+        if attribute.name == "axis":
+            attribute.i = rank - 1
+    return [name and builder.transpose(name, order) for name in outputs]
+
+
+@rewrites("Compress")
+def compress_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Gather of what a stored condition keeps."""
+    value, condition = node.input
+    kept = scope.constant(condition)
+    if kept is None:
+        return None
+    axis = graph.attribute(node, "axis", None)
+    value = builder.reshape(value, [-1]) if axis is None else value
+    return [
+        builder.add(
+            "Gather", value, builder.store(np.flatnonzero(kept).astype(np.int64)), axis=axis or 0
+        )
+    ]
+
+
 _SIZED = "a computed input decides the size of its result: freeze it with constants"
 
 REASONS = {

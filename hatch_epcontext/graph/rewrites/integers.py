@@ -20,6 +20,9 @@ from hatch_epcontext.graph.values.integers import limits
 _COMPARING = 9
 """The opset from which Less takes integers, and Where exists."""
 
+_WHERE_REPEATS = 4
+"""The most dimensions for which QNN repeats operands of a Where right."""
+
 _MAX_OF_MODULO = 1024
 """Up to here all remainders are right; QNN computes those of larger integers as floats of 11 bits."""
 
@@ -111,20 +114,38 @@ def _truth(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Not", builder.add("Equal", node.input[0], zero))]
 
 
+_BYTES = 256
+"""How many values an uint8 has."""
+
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 
 
 def _is_of_bytes(node: onnx.NodeProto, scope: Scope) -> bool:
-    """Whether a Cast makes floats of uint8."""
-    return graph.attribute(node, "to", 0) in _FLOATS and _dtype(node, 0, scope) == np.uint8
+    """Whether a Cast makes floats of uint8, or uint8 of integers that may be none."""
+    to = graph.attribute(node, "to", 0)
+    dtype = _dtype(node, 0, scope) if to in (*_FLOATS, onnx.TensorProto.UINT8) else None
+    if dtype is None or to in _FLOATS:
+        return dtype == np.uint8
+    low, high = limits(node.input[0], scope)
+    return low < 0 or high >= _BYTES
 
 
 def _bytes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """Through int32. ONNX Runtime joins two Casts, and leaves an Abs between them, which changes nothing."""
-    if not _is_of_bytes(node, scope):
+    """Through int32, or of what is left of a multiple of 256.
+
+    ONNX Runtime joins two Casts, and leaves an Abs between them, which changes nothing.
+    """
+    if not _is_of_bytes(node, scope) or builder.opset < _COMPARING:
         return None
-    whole = builder.add("Cast", node.input[0], to=onnx.TensorProto.INT32)
-    return [builder.add("Cast", builder.add("Abs", whole), to=graph.attribute(node, "to", 0))]
+    value, to = node.input[0], graph.attribute(node, "to", 0)
+    if to in _FLOATS:
+        whole = builder.add("Cast", value, to=onnx.TensorProto.INT32)
+        return [builder.add("Cast", builder.add("Abs", whole), to=to)]
+    size, zero = builder.number(_BYTES), builder.number(0)
+    rest = builder.add("Sub", value, builder.add("Mul", builder.add("Div", value, size), size))
+    is_below = builder.add("Less", rest, zero)
+    rest = builder.add("Where", is_below, builder.add("Add", rest, size), rest)
+    return [builder.add("Cast", rest, to=to)]
 
 
 def _counts_from_end(node: onnx.NodeProto, scope: Scope) -> bool:
@@ -192,6 +213,29 @@ def _multiply(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Mul", node.input[0], builder.store(np.reciprocal(divisors)))]
 
 
+def _repeats(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether a Where of many dimensions repeats some of several values."""
+    sizes = scope.sizes(node.output[0]) or ()
+    others = [scope.sizes(name) or () for name in node.input if scope.sizes(name) != sizes]
+    return len(sizes) > _WHERE_REPEATS and any({*other} - {1} for other in others)
+
+
+def _repeat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Where of values that have its shape."""
+    if not _repeats(node, scope):
+        return None
+    shape = scope.fixed_shape(node.output[0])
+    sizes, values = builder.integers(shape), [*node.input]
+    for index, name in enumerate(values):
+        if scope.shape(name) == shape:
+            continue
+        # EPs repeat no booleans.
+        value = name if index else builder.add("Cast", name, to=onnx.TensorProto.INT32)
+        value = builder.add("Expand", value, sizes)
+        values[index] = value if index else builder.add("Cast", value, to=onnx.TensorProto.BOOL)
+    return [builder.add("Where", *values)]
+
+
 _Applies = Callable[[onnx.NodeProto, Scope], bool]
 
 RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], _Applies]] = {
@@ -206,5 +250,6 @@ RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], _Applies]] = {
     ),
     "hard-swish": (_swap, ("Mul",), _is_hard_swish),
     "reciprocals": (_multiply, ("Div",), _has_large_divisors),
+    "broadcast": (_repeat, ("Where",), _repeats),
 }
 """Rewrites with their operators, and whether a node may need one."""

@@ -6,9 +6,10 @@ add nodes, whose cost on NPUs is not measured: they are for models that, as a ru
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -379,29 +380,24 @@ def applicable(
     """
     if graph.opset(model) < _BROADCASTING:
         return ()
-    scope = Scope(model.graph, types=types, nested=True)
+    # Most models have no node for which it is needed.
+    scope = functools.cache(lambda: Scope(model.graph, types=types, nested=True))
     nodes: dict[str, list[onnx.NodeProto]] = {}
-    for node in scope.nodes:
+    for node in graph.nodes(model.graph):
         nodes.setdefault(graph.operator(node), []).append(node)
-    return tuple(
-        name for name, rewrite in PRECISE.items() if _may_apply(name, rewrite, nodes, scope)
-    )
+    ends = _int64_outputs(model.graph)
 
+    def may_apply(name: RewriteName, rewrite: Rewrite) -> bool:
+        if not _BESIDE.get(name, frozenset()) <= nodes.keys():
+            return False
+        if name == "int64-outputs" and not ends:
+            return False
+        of_rewrite = (node for operator in rewrite.operators for node in nodes.get(operator, ()))
+        if name == "pool-padding":
+            return any(map(is_padded_unevenly, of_rewrite))
+        if name not in integers.RULES:
+            return any(of_rewrite)
+        _, _, applies = integers.RULES[name]
+        return any(applies(node, scope()) for node in of_rewrite)
 
-def _may_apply(
-    name: RewriteName,
-    rewrite: Rewrite,
-    nodes: Mapping[str, Sequence[onnx.NodeProto]],
-    scope: Scope,
-) -> bool:
-    if not _BESIDE.get(name, frozenset()) <= nodes.keys():
-        return False
-    if name == "int64-outputs" and not _int64_outputs(scope.body):
-        return False
-    of_rewrite = (node for operator in rewrite.operators for node in nodes.get(operator, ()))
-    if name == "pool-padding":
-        return any(is_padded_unevenly(node, scope) for node in of_rewrite)
-    if name not in integers.RULES:
-        return any(of_rewrite)
-    _, _, applies = integers.RULES[name]
-    return any(applies(node, scope) for node in of_rewrite)
+    return tuple(name for name, rewrite in PRECISE.items() if may_apply(name, rewrite))

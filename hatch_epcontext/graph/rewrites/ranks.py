@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph, operators
@@ -14,21 +15,38 @@ from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
-_MOST = 4
-"""The number of dimensions that all NPUs support for all operators."""
+_MOST, _TOO_MANY = 4, 6
+"""The number of dimensions that all NPUs support for all operators, and one that few do for any."""
 
 _RESHAPING = operators.RESHAPING - {"Identity"}
 
-_ELEMENTWISE = """
-Abs Add And Cast Ceil Celu Clip Cos Div Elu Equal Erf Exp Expand Floor Gelu Greater GreaterOrEqual
-HardSigmoid HardSwish Identity LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or
-PRelu Pow Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Sub Sum Tan Tanh Where
-Xor
-"""
+_ALONG_AXIS = frozenset(
+    {
+        "ArgMax",
+        "ArgMin",
+        "Concat",
+        "CumSum",
+        "GatherElements",
+        "LogSoftmax",
+        "ScatterElements",
+        "Softmax",
+        "Split",
+        "TopK",
+    }
+)
 
-_ALONG_AXIS = ("ArgMax", "ArgMin", "Concat", "GatherElements", "LogSoftmax", "Softmax", "Split")
+_REDUCING = (
+    "ReduceL1",
+    "ReduceL2",
+    "ReduceMax",
+    "ReduceMean",
+    "ReduceMin",
+    "ReduceProd",
+    "ReduceSum",
+)
 
-_REDUCING = ("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum")
+_WITH_NUMBERS = ("CumSum", "Expand", "Slice", "Split", "TopK")
+"""Operators whose second input, and others, are no values."""
 
 _SOFTMAX_OF_ONE_AXIS = 13
 
@@ -112,7 +130,43 @@ def reduce_rank_of_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) 
     return [builder.reshape(builder.add("Gather", rows, indices, axis=1), result)]
 
 
-@rewrites(*_ELEMENTWISE.split(), *_ALONG_AXIS, *_REDUCING, "Slice")
+@rewrites(*_REDUCING)
+def reduce_rank_of_reduction(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A reduction of many dimensions as one along the second of three for all neighbours among its axes."""
+    if not _is_high(node, scope):
+        return None
+    value, result = node.input[0], scope.fixed_shape(node.output[0])
+    sizes, axes = [*scope.fixed_shape(value)], sorted(scope.fixed_axes(node))
+    if {*axes} == {*range(len(sizes))}:
+        axes = [0]
+        sizes = [math.prod(sizes)]
+    while axes:
+        end = axes.pop() + 1
+        begin = end - 1
+        while axes and axes[-1] == begin - 1:
+            begin = axes.pop()
+        before, after = math.prod(sizes[:begin]), math.prod(sizes[end:])
+        value = builder.reshape(value, [before, math.prod(sizes[begin:end]), after])
+        value = builder.reduced(node.op_type, value, [1], keepdims=1)
+        sizes[begin:end] = [1]
+    return [builder.reshape(value, result)]
+
+
+@rewrites("Tile")
+def reduce_rank_of_tile(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Tile of many dimensions as those of two, for each of its axes."""
+    if not _is_high(node, scope):
+        return None
+    value, sizes = node.input[0], [*scope.fixed_shape(node.input[0])]
+    for axis, count in enumerate(map(int, scope.stored_values(node.input[1]))):
+        if count != 1:
+            value = builder.reshape(value, [math.prod(sizes[:axis]), math.prod(sizes[axis:])])
+            value = builder.add("Tile", value, builder.integers([1, count]))
+            sizes[axis] *= count
+    return [builder.reshape(value, sizes)]
+
+
+@rewrites(*operators.ELEMENTWISE, *_ALONG_AXIS, "Expand", "MatMul", "Slice")
 def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """An operator of each value, or along some axes, with the other dimensions joined."""
     if not _is_high(node, scope):
@@ -122,34 +176,30 @@ def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     axes = _axes(node, rank, scope, builder)
     if axes is None:
         return Declined("its axes are not fixed")
-    is_moved = node.op_type in ("Expand", "Slice", "Split", *_REDUCING)
-    inputs = node.input[:1] if is_moved else node.input
+    inputs = node.input[:1] if node.op_type in _WITH_NUMBERS else node.input
     results = [known[name] for name in node.output if name]
-    apart = [0 if node.op_type in _REDUCING else axis for axis in axes]
-    marks = dict(zip(axes, apart, strict=True))
-    groups = _groups([known[name] for name in inputs if name], results, marks, rank)
-    if len(groups) > _MOST:
+    groups = _groups([known[name] for name in inputs if name], results, axes, rank)
+    if len(groups) > _MOST and len(groups) >= min(rank, _TOO_MANY):
         return Declined(f"{len(groups)} of its dimensions cannot be joined")
     values = [name and _grouped(name, known[name], groups, rank, builder) for name in inputs]
     at = [index for index, group in enumerate(groups) if group[0] in axes]
-    if node.op_type in _REDUCING:
-        value = builder.reduced(node.op_type, values[0], at, keepdims=1)
-        return [builder.reshape(value, results[0])]
     if node.op_type == "Expand":
         sizes = [math.prod(results[0][axis] for axis in group) for group in groups]
         values.append(builder.integers(sizes))
-    elif node.op_type == "Split":
-        values += node.input[1:]
+    elif node.op_type == "CumSum":
+        values.append(builder.store(np.int64(at[0])))
     elif node.op_type == "Slice":
         # Each of the axes is a group of its own.
         numbers = builder.integers([at[sorted(axes).index(axis)] for axis in axes])
         values += [*node.input[1:3], numbers, *node.input[4:]]
+    elif node.op_type in _WITH_NUMBERS:
+        values += node.input[1:]
     outputs = builder.add_like(node, node.op_type, values)
     own = builder.nodes[-1]
     kept = [entry for entry in own.attribute if entry.name not in ("axis", "keepdims")]
     del own.attribute[:]
     own.attribute.extend(kept)
-    if at and node.op_type != "Slice":
+    if node.op_type in _ALONG_AXIS - {"CumSum"}:
         own.attribute.append(onnx.helper.make_attribute("axis", at[0]))
     pairs = zip(outputs, node.output, strict=True)
     return [name and builder.reshape(name, known[old]) for name, old in pairs]
@@ -157,29 +207,34 @@ def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
 
 def _axes(node: onnx.NodeProto, rank: int, scope: Scope, builder: Builder) -> list[int] | None:
     """The axes along which ``node`` computes; None if they are unknown."""
-    if node.op_type in _REDUCING:
-        return scope.axes(node)
-    if node.op_type == "Slice":
-        axes = scope.constant(graph.operand(node, 3))
-        return None if axes is None else [int(axis) % rank for axis in axes]
+    if node.op_type in ("CumSum", "Slice"):
+        axes = scope.constant(graph.operand(node, 1 if node.op_type == "CumSum" else 3))
+        return None if axes is None else [int(axis) % rank for axis in axes.reshape(-1)]
+    if node.op_type == "MatMul":
+        is_of_matrices = all(len(scope.fixed_shape(name)) > 1 for name in node.input)
+        return [rank - 2, rank - 1] if is_of_matrices else None
     if node.op_type not in _ALONG_AXIS:
         return []
+    if node.op_type in ("GatherElements", "ScatterElements"):
+        # All positions of joined dimensions must correspond.
+        axis = graph.number(node, "axis", 0) % rank
+        shapes = [[*scope.fixed_shape(name)] for name in node.input]
+        for shape in shapes:
+            del shape[axis]
+        return [axis] if all(shape == shapes[0] for shape in shapes) else None
     is_softmax = node.op_type in ("LogSoftmax", "Softmax")
     if is_softmax and builder.opset < _SOFTMAX_OF_ONE_AXIS:
         return None
-    return [graph.number(node, "axis", -1 if is_softmax else 0) % rank]
+    return [graph.number(node, "axis", -1 if is_softmax or node.op_type == "TopK" else 0) % rank]
 
 
 def _groups(
     inputs: Sequence[tuple[int, ...]],
     outputs: Sequence[tuple[int, ...]],
-    axes: Mapping[int, int],
+    axes: Sequence[int],
     rank: int,
 ) -> list[list[int]]:
-    """Neighbouring dimensions that all values have, or repeat, together.
-
-    Those of ``axes`` are joined only with others of the same number.
-    """
+    """Neighbouring dimensions that all values have, or repeat, together; each of ``axes`` is one."""
     full = [(*[1] * (rank - len(shape)), *shape) for shape in inputs]
     if not axes:
         full += [(*[1] * (rank - len(shape)), *shape) for shape in outputs]
@@ -188,17 +243,16 @@ def _groups(
     groups: list[list[int]] = []
     for axis in range(rank):
         last = groups[-1] if groups else []
-        apart = any(axes.get(other) != axes.get(axis) for other in last)
-        same = (
+        if (
             last
-            and not apart
+            and axis not in axes
+            and last[0] not in axes
             and (
                 repeats[axis] == repeats[last[0]]
                 or largest[axis] == 1
                 or all(largest[i] == 1 for i in last)
             )
-        )
-        if same:
+        ):
             last.append(axis)
             last.sort(key=lambda other: (largest[other] == 1, other))
         else:

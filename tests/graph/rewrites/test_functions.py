@@ -53,6 +53,9 @@ def attention() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"Attention <{attributes}> ({operands})", {**stored, **more}
         yield f"Attention <{attributes}> (x, w)", stored
         yield f"Attention <{attributes}> (x, w, b, , c)", {**stored, **caches}
+    more = {"w": floats(WIDTH, 32 + WIDTH), "b": floats(32 + WIDTH)}
+    sizes = f"num_heads = {HEADS}, qkv_hidden_sizes = [16, 16, {WIDTH}]"
+    yield f"Attention <{sizes}> (x, w, b)", more
     more = {"a": floats(1, HEADS, LENGTH, LENGTH)}
     yield f"Attention <num_heads = {HEADS}, scale = 0.3> (x, w, b, , , a)", {**stored, **more}
 
@@ -138,6 +141,7 @@ QUANTIZED = {
         "QLinearSigmoid (x, a, za, c, zc)",
         "QLinearLeakyRelu <alpha = 0.2> (x, a, za, c, zc)",
         "QLinearSoftmax <axis = 1, opset = 13> (x, a, za, c, zc)",
+        "QLinearSoftmax <axis = 0, opset = 12> (x, a, za, c, zc)",
     ),
     "(uint8[3, 4] x) => (uint8[3, 5] y)": ("QGemm <transB = 1> (x, a, za, w, b, zb, s, c, zc)",),
     "(uint8[1, 3, 4, 4] x) => (uint8[1, 3, 2, 2] y)": (
@@ -145,6 +149,13 @@ QUANTIZED = {
     ),
     "(uint8[1, 3, 4, 4] x) => (uint8[1, 3, 1, 1] y)": (
         "QLinearGlobalAveragePool (x, a, za, a, za)",
+    ),
+    "(uint8[1, 3, 4, 4] x) => (uint8[1, 1, 1, 4] y)": (
+        "QLinearGlobalAveragePool <channels_last = 1> (x, a, za, a, za)",
+    ),
+    "(int8[3, 4] x) => (float[3, 5] y)": (
+        "QGemm <transB = 1, alpha = 0.5> (x, a, zi, wi, f, zf, s)",
+        "QGemm (x, a, zi, wt, f, zf, s)",
     ),
 }
 
@@ -155,6 +166,13 @@ QUANTIZED = {
 def test_an_operator_of_integers_is_one_of_floats(ends: str, node: str) -> None:
     stored = {"w": RNG.integers(0, 255, (5, 4)).astype(np.uint8), **SCALES}
     stored["s"] = RNG.integers(-99, 99, 5).astype(np.int32)
+    stored |= {
+        "zi": np.int8(3),
+        "zf": np.zeros(5, np.int8),
+        "f": np.arange(1, 6, dtype=np.float32) / 100,
+    }
+    stored["wi"] = RNG.integers(-99, 99, (5, 4)).astype(np.int8)
+    stored["wt"] = stored["wi"].T.copy()
     # Both round halves, of slightly different sums.
     compare(parsed(f"{ends} {{ y = com.microsoft.{node} }}", check=False, **stored), atol=1)
 
@@ -177,14 +195,21 @@ def test_an_embedding_is_a_sum_of_rows(segments: bool, mask: bool) -> None:
     compare(model)
 
 
+@pytest.mark.parametrize("positions", ["2, 5", "1"])
+@pytest.mark.parametrize(
+    ("attributes", "angles"),
+    [("", 4), ("<interleaved = 1>", 4), ("<num_heads = 4, rotary_embedding_dim = 4>", 2)],
+)
 @pytest.mark.parametrize("shape", [(2, 4, 5, 8), (2, 5, 32)])
-def test_a_rotation_has_one_angle_for_each_pair(shape: tuple[int, ...]) -> None:
+def test_a_rotation_has_one_angle_for_each_pair(
+    shape: tuple[int, ...], attributes: str, angles: int, positions: str
+) -> None:
     model = parsed(
-        f"""(float{list(shape)} x, int64[2, 5] p) => (float{list(shape)} y)
-        {{ y = com.microsoft.RotaryEmbedding (x, p, c, s) }}""",
+        f"""(float{list(shape)} x, int64[{positions}] p) => (float{list(shape)} y)
+        {{ y = com.microsoft.RotaryEmbedding {attributes} (x, p, c, s) }}""",
         check=False,
-        c=floats(10, 4),
-        s=floats(10, 4),
+        c=floats(20, angles),
+        s=floats(20, angles),
     )
     compare(model)
 

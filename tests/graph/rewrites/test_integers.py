@@ -54,6 +54,7 @@ def feeds(source: onnx.ModelProto) -> Mapping[str, Any]:
         ("modulo", "k = Constant<value_int=3>() a = Add(x, x) d = Add(a, k) y = Mod(x, d)"),
         ("truth", "y = Cast<to=9>(x)"),
         ("bytes", f"(uint8[1, {SIZE}] b) => (y) {{ y = Cast<to=1>(b) }}"),
+        ("bytes", "a = Cast<to=6>(x) y = Cast<to=2>(a)"),
         ("indices", f"{TAKEN} {{ y = GatherElements<axis=1>(t, i) }}"),
         ("indices", f"{TAKEN} {{ j = Cast<to=6>(i) y = Gather<axis=1>(t, j) }}"),
         (

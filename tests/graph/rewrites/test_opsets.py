@@ -183,6 +183,10 @@ CORRECTED: Mapping[str, Variants] = {
         9: f"{WHOLE} {{ b = Cast <to = 2> (x) f = Cast <to = 1> (b) y = Cast <to = 7> (f) }}"
     },
     "indices": {11: f"{WHOLE} {{ m = Mod (x, two) i = Sub (m, two) y = GatherElements (x, i) }}"},
+    "broadcast": {
+        9: """(float[2, 1, 2, 1, 3] x, float[1, 4, 1, 2, 1] s) => (float[2, 4, 2, 2, 3] y)
+        { c = Greater (x, s) y = Where (c, x, s) }"""
+    },
     "hard-swish": {7: f"{X} {{ s = HardSigmoid (x) y = Mul (x, s) }}"},
     "reciprocals": {7: f"{X} <float[4] k = {{1, 2, 4, 32768}}> {{ y = Div (x, k) }}"},
     "floor": {8: f"{X} {{ y = Exp (x) }}"},
@@ -265,6 +269,8 @@ OTHERS = {
     *("decompose_picture", "decompose_quantization", "gather_blocks", "move_between_floats"),
     *("reduce_nothing", "reduce_rank", "reduce_rank_of_gather", "reduce_rank_of_transpose"),
     *("join_reshapes", "drop_single", "decompose", "loop_as_layer"),
+    *("reduce_rank_of_reduction", "reduce_rank_of_tile", "decompose_quantized_concat"),
+    *("gather_nd_as_gather", "scatter_as_elements", "compress_as_gather", "top_of_last_axis"),
 }
 """Those of many operators, and of ONNX Runtime's own; other tests have examples."""
 
