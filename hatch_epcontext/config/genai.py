@@ -385,7 +385,8 @@ def check_layers(model: Model, inputs: Iterable[str]) -> Iterator[Problem]:
     if model.genai is None:
         return
     config = model.genai.config
-    cache = "|".join(re.escape(name).replace("%d", r"(\d+)") for name in config.past_names)
+    names = config.state_names
+    cache = "|".join(re.escape(name).replace("%d", r"(\d+)") for name in names)
     matches = filter(None, (re.fullmatch(cache, name) for name in inputs))
     present = {int(number) for match in matches for number in match.groups() if number}
     number = max(present, default=-1) + 1
@@ -394,7 +395,7 @@ def check_layers(model: Model, inputs: Iterable[str]) -> Iterator[Problem]:
     if number > config.layers or (is_whole and number < config.layers):
         message = (
             f"num_hidden_layers in {GENAI_CONFIG} is {config.layers}, and {model.path.name} has caches of "
-            f"{count(number, 'layer')} ({' and '.join(config.past_names)})."
+            f"{count(number, 'layer')} ({' and '.join(names)})."
         )
         hint = f"Set it to {number}." if number else "Correct the names."
         yield Problem.at(model.key / "path", Kind.INVALID_FOLDER, message, hint)
@@ -424,6 +425,8 @@ def _changed(
         changes[name] = dataclasses.replace(change or TargetTable(), **needed)
     if unfit:
         what = "a pipeline" if config.cached else "a folder"
+        if others := [name for name in config.state_names if name not in config.past_names]:
+            what = f"a folder with the inputs {listing(others)}"
         message = (
             f"names {listing(unfit)}, and {what} of onnxruntime-genai is not compiled for its EP."
         )
@@ -439,7 +442,9 @@ def _runs(provider: Provider, config: GenaiConfig) -> bool:
     # The sizes of a pipeline are those of an NPU.
     not_for_npus = provider.profiles or (provider.genai_plain and provider.ep != CPU_EP)
     is_known = bool(provider.genai_name) or provider.ep == CPU_EP
-    return is_known and not (not_for_npus and config.cached)
+    # Only the whole folder has states other than attention's.
+    is_able = provider.genai_plain or {*config.state_names} <= {*config.past_names}
+    return is_known and is_able and not (not_for_npus and config.cached)
 
 
 def _files(folder: Path) -> list[str]:

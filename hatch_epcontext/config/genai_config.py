@@ -54,6 +54,11 @@ class GenaiConfig:
     head_size: int
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        """``past_names``, and those of the inputs with other states of layers, such as of a convolution."""
+        return tuple(name for name in self.inputs.values() if "%d" in name)
+
+    @property
     def past(self) -> tuple[str, ...]:
         """The names of the inputs with the cache, by layer."""
         layers = range(self.layers)

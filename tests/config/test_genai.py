@@ -369,6 +369,18 @@ def test_a_folder_has_its_tokenizer(
     assert_one_problem(project, LLAMA + CPU, "models[0].path", message)
 
 
+@pytest.mark.parametrize("target", [NPU, RTX])
+def test_a_cache_of_a_convolution_is_not_compiled(project: Path, folder: Path, target: str) -> None:
+    file = folder / "genai_config.json"
+    inputs = json.loads(file.read_text())["model"]["decoder"]["inputs"]
+    change(folder, inputs={**inputs, "past_conv_names": "past.%d.conv"})
+    message = (
+        "a folder with the inputs past.%d.conv of onnxruntime-genai is not compiled for its EP"
+    )
+    assert_one_problem(project, LLAMA + target, "models[0].targets", message)
+    assert read(project, LLAMA + CPU).models
+
+
 def test_a_tokenizer_may_be_in_a_folder_of_its_own(project: Path) -> None:
     folder = make_folder(project / "models" / "llama", tokenizer_dir="words")
     (folder / "words").mkdir()
