@@ -323,6 +323,8 @@ CONFIGURATION = """\
 
 A build reports all unknown keys, wrong types and impossible values at once, each with an [id](errors.md).
 Editors and `validate-pyproject` use the JSON schema that `epcontext schema` prints.
+It is in draft 7, so that the schema of `pyproject.toml`, such as SchemaStore's, can refer to it as
+`tool.epcontext`.
 
 Hatch's own table switches the hook on, and can be empty: `[tool.hatch.build.hooks.epcontext]`, or for
 wheels only `[tool.hatch.build.targets.wheel.hooks.epcontext]`.

@@ -138,6 +138,7 @@ PAGES = {
 """The pages that begin with something else than `default`."""
 
 BEFORE = {
+    "epcontext inspect '$wheel' --verify": ("epcontext export -o my_app/epcontext --overwrite",),
     "epcontext inspect --verify dist/my_app-1.0-py3-none-any.whl": (
         "epcontext export -o my_app/epcontext --overwrite",
     ),
@@ -152,6 +153,7 @@ WRITTEN_OUT = {
     "epcontext inspect --verify dist/my_app-1.0-py3-none-any.whl": (
         "epcontext inspect --verify my_app/epcontext"
     ),
+    "epcontext inspect '$wheel' --verify": "epcontext inspect --verify my_app/epcontext",
     "epcontext bench model.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1 --plot bench.png": (
         "epcontext bench model.onnx -p cpu --dim batch=1 --plot bench.png --starts 1 -n 1"
     ),
