@@ -19,7 +19,14 @@ from tests.projects import make_project
 pytestmark = [needs("tensorrt_rtx_bindings"), needs("onnxruntime_ep_nv_tensorrt_rtx")]
 
 TOML = """
-models = ["models/half", "models/int4", { path = "models/bfloat16", validate.tolerance = false }]
+[[tool.epcontext.models]]
+path = "models/half"
+[[tool.epcontext.models]]
+path = "models/int4"
+[[tool.epcontext.models]]
+path = "models/bfloat16"
+fallback = "none"
+validate.tolerance = false
 [tool.epcontext.targets.rtx]
 provider = "tensorrt-rtx"
 chip = ["rtx-30", "rtx-40", "rtx-50"]
