@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -27,9 +28,14 @@ from hatch_epcontext.worker.comparison.compare import Difference, compare_runs
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect, nearest
 from hatch_epcontext.worker.comparison.emulation import FormattedModel, emulate
-from hatch_epcontext.worker.comparison.levels import Levels, choose
+from hatch_epcontext.worker.comparison.levels import Level, Levels, choose
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
-from hatch_epcontext.worker.comparison.runs import Reference, for_other_numbers, read_reference
+from hatch_epcontext.worker.comparison.runs import (
+    Reference,
+    ReferenceRun,
+    for_other_numbers,
+    read_reference,
+)
 from hatch_epcontext.worker.comparison.selections import open_with_reads
 from hatch_epcontext.worker.covered import compared_values, describe_values, with_arithmetic
 from hatch_epcontext.worker.inputs import constant, dummy_inputs
@@ -117,15 +123,9 @@ def _compare(
         return Validated(replace(validation, emulation=emulation), beaten=True)
     if request.target.settings.changes_precision:
         expected = for_other_numbers(expected)
-    float_form, runs = expected.facts.float_form, None
+    float_form = expected.facts.float_form
     subject = Subject(model, reference="the CPU's" if float_form is None else "its float form's")
-    # Inputs that the app has count more than inputs that may be worse.
-    if divergence and emulated and model.validate.inputs in SYNTHETIC:
-        is_optimistic = divergence.model.optimistic is not None
-        deciders, is_brief = expected.facts.deciders, request.is_brief
-        runs = choose(emulated, deciders, is_optimistic=is_optimistic, is_brief=is_brief)
-    if request.to_beat and emulated and runs:
-        runs.sort(key=lambda run: emulated.of(run).margin)
+    runs = _chosen_runs(request, expected, divergence, emulated)
     report = partial(announce, f"running {subject.what}")
     compared = compare_runs(session, expected, tolerance, runs, emulated, request.to_beat, report)
     validation = replace(
@@ -149,35 +149,61 @@ def _compare(
         ),
         float_form=float_form,
     )
-    validated = Validated(
-        validation, expected.facts.batch, runs=compared.runs, beaten=compared.beaten
-    )
-    if compared.beaten:
-        return validated
-    if divergence:
+    if not compared.beaten and divergence:
         announce("looking for the first node that differs")
-    if (difference := compared.difference) is not None:
+    if compared.difference is not None:
         cause, culprit = "", None
         if divergence and emulated:
-            cause, culprit = cause_of(divergence, emulated.of(difference.run), difference.margin)
-        explained = explain(difference, tolerance, subject, expected.facts, cause)
+            levels, margin = emulated.of(compared.difference.run), compared.difference.margin
+            cause, culprit = cause_of(divergence, levels, margin)
+        explained = explain(compared.difference, tolerance, subject, expected.facts, cause)
         differing = {item.agreement.output: item.agreement for item in explained}
         agreements = tuple(differing.get(a.output, a) for a in compared.agreements)
-        validation = replace(
-            validation, agreements=agreements, problems=problems_of(explained), culprit=culprit
-        )
-        return replace(validated, validation=validation)
+        problems = problems_of(explained)
+        validation = replace(validation, agreements=agreements, problems=problems, culprit=culprit)
+    elif not compared.beaten:
+        validation = _judge(request, validation, compared.levels, divergence, emulated)
+    return Validated(validation, expected.facts.batch, runs=compared.runs, beaten=compared.beaten)
+
+
+def _chosen_runs(
+    request: ValidateRequest,
+    expected: Reference,
+    divergence: Divergence | None,
+    emulated: Levels | None,
+) -> list[ReferenceRun] | None:
+    """The runs whose emulation says most of the target; None for all that are for targets."""
+    # Inputs that the app has count more than inputs that may be worse.
+    if not (divergence and emulated and request.model.validate.inputs in SYNTHETIC):
+        return None
+    runs = choose(
+        emulated,
+        expected.facts.deciders,
+        is_optimistic=divergence.model.optimistic is not None,
+        is_brief=request.is_brief,
+    )
+    # The worst one first says soonest that a result is beaten.
+    return sorted(runs, key=lambda run: emulated.of(run).margin) if request.to_beat else runs
+
+
+def _judge(
+    request: ValidateRequest,
+    validation: Validation,
+    levels: Sequence[Level],
+    divergence: Divergence | None,
+    emulated: Levels | None,
+) -> Validation:
+    """``validation``, where nothing differs, with what the number format explains of the errors."""
     if divergence and emulated:
         ordinary = emulated.ordinary
-        emulation = effect(divergence, ordinary, ordinary.corrected(compared.levels))
+        emulation = effect(divergence, ordinary, ordinary.corrected(levels))
     elif (format_ := _format(request)) is not None:
         emulation = Emulation(format_.name, format_.seen)
     else:
-        return validated
+        return validation
     optimistic = divergence.model.optimistic if divergence else None
-    judged = tuple(_judged(agreement, emulation, optimistic) for agreement in compared.agreements)
-    validation = replace(validation, agreements=judged, emulation=emulation)
-    return replace(validated, validation=validation)
+    judged = tuple(_judged(item, emulation, optimistic) for item in validation.agreements)
+    return replace(validation, agreements=judged, emulation=emulation)
 
 
 def _first_wrong(

@@ -107,9 +107,7 @@ def compare_runs(
         else:
             level = replace(Level.of(run, agreeing, reference.facts, limits), ran=True)
             result = replace(result, levels=(*result.levels, level))
-            # Above that exact kernels gain nothing: it agrees, or the format leaves other samples less.
-            reachable = SENSITIVE + GAIN if emulated.ordinary.margin >= SENSITIVE else SENSITIVE
-            gap = max(0.0, min(emulated.of(run).margin, reachable) - level.margin)
+            gap = _gap(level, emulated, run)
             compared += (replace(a, gap=gap) if a is level.nearest else a for a in agreeing)
             is_other = is_chosen and run is not reference.runs[0]
             if is_other and _is_as_emulated(level, emulated, runs):
@@ -119,6 +117,13 @@ def compare_runs(
             result = replace(result, beaten=True)
             break
     return replace(result, agreements=worst_agreements(compared))
+
+
+def _gap(level: Level, emulated: Levels, run: ReferenceRun) -> float:
+    """By how many dB exact kernels could be nearer than ``level`` is for ``run``."""
+    # Above that exact kernels gain nothing: it agrees, or the format leaves other samples less.
+    reachable = SENSITIVE + GAIN if emulated.ordinary.margin >= SENSITIVE else SENSITIVE
+    return max(0.0, min(emulated.of(run).margin, reachable) - level.margin)
 
 
 def nearness_of(agreements: Iterable[Agreement]) -> Nearness:
