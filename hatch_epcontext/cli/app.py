@@ -15,7 +15,7 @@ from hatch_epcontext.text import printable
 
 SUMMARIES: Mapping[str, str] = {
     "add": "Add a model from elsewhere to pyproject.toml.",
-    "bench": "Measure how much faster compiled models open.",
+    "bench": "Measure how fast compiled models open and run.",
     "build": "Compile and validate a project's models, without a wheel.",
     "cache": "Show and clean the cache of artifacts.",
     "companions": "Build the wheels of a project's companions.",

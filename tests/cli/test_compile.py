@@ -276,8 +276,8 @@ def test_a_language_model_becomes_a_model_package(cli: Cli, tmp_path: Path) -> N
     assert f"{folder}: EPC007" in error
     assert "is a language model, a folder of onnxruntime-genai" in error
     assert "Give an output that ends with .ortpackage." in error
-    error = cli("compile", folder, "-o", package, "-p", "cuda", code=2).stderr
-    assert f"{folder}: EPC007\n    names cuda, and a folder" in error
+    error = cli("compile", folder, "-o", package, "-p", "tensorrt", code=2).stderr
+    assert f"{folder}: EPC007\n    names tensorrt, and a folder" in error
     cli("compile", folder, "-o", package, "-p", "cpu")
     assert (package / "llama-3.2" / "tokenizer.json").is_file()
     error = cli("bench", folder, "-p", "cpu", code=2).stderr
