@@ -68,6 +68,29 @@ INDEPENDENT = {
         Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
         body = b (float[N, 6] v, float[N, 6] p) => (float[N, 6] o, float[N, 6] q)
         { o = Add (v, p) q = Tanh (o) }> (h, x) }""",
+    "found in each row": """(float[N, 6] x, int64[N, 1] i) => (float[N] y)
+        { y = GatherND <batch_dims = 1> (x, i) }""",
+    "found in a table": "(int64[N, 3, 1] i) => (float[N, 3, 6] y) { y = GatherND (table, i) }",
+    "values behind the found": "(float[6, N] x) => (float[3, N] y) { y = GatherND (x, three_rows) }",
+    "written in each row": """(float[N, 6] x, int64[N, 6] i, float[N, 6] u) => (float[N, 6] y)
+        { y = ScatterElements <axis = 1, reduction = "add"> (x, i, u) }""",
+    "picked from a table of columns": """(int64[N, 2] i) => (float[N, 2] y)
+        { n = Shape <end = 1> (i) s = Concat <axis = 0> (n, six1) t = Expand (s6, s)
+        y = GatherElements <axis = 1> (t, i) }""",
+    "one-hot before": "(int64[N] x) => (float[6, N] y) { y = OneHot <axis = 0> (x, six_deep, off_on) }",
+    "each row backwards": """(float[N, 6] x, int64[N] i) => (float[N, 6] y)
+        { l = Max (i, one) y = ReverseSequence <time_axis = 1, batch_axis = 0> (x, l) }""",
+    "repeated by the shape": f"""{ROW} {{ n = Shape <end = 1> (x) s = Concat <axis = 0> (n, four1, one)
+        t = Tile (token, s) y = Add (t, x) }}""",
+    "a Gemm with a bias": "(float[N, 6] x) => (float[N, 6] y) { y = Gemm <transB = 1> (x, w66, s6) }",
+    "a Gemm with a bias of rows": "(float[N, 6] x) => (float[N, 6] y) { y = Gemm (x, w66, x) }",
+    "kept by a Dropout": "(float[N, 6] x) => (float[N, 6] y) { y = Dropout (x) }",
+    "frequencies of each row": """(float[N, 8, 1] x) => (float[N, 8, 2] y)
+        { y = DFT <axis = 1> (x) }""",
+    "sizes are computed": f"""{ROW} {{ s = Shape (x) n, a, b = Split <axis = 0> (s) p = Mul (a, b)
+        m = Mod (p, five) h = Sub (p, m) q = Div (h, two) w = Max (q, two) v = Min (p, w)
+        d = Add (v, v) r = ReduceProd <keepdims = 1> (four_three) e = Add (r, r)
+        z = Cast <to = 7> (e) c = Concat <axis = 0> (n, z) y = Reshape (x, c) }}""",
     "another domain's functions": """(float[N, 6] x) => (float[N, 6] y) {
         a = com.microsoft.FastGelu (x, s6) y = com.microsoft.SkipLayerNormalization (a, x, s6, s6) }""",
 }
@@ -129,6 +152,15 @@ MIXING = {
         { y, h = GRU <hidden_size = 3> (x, gru_w, gru_r, , , state) }""",
     "recurrent over rows": """(float[N, 1, 6] x) => (float[N, 1, 1, 3] y)
         { y = GRU <hidden_size = 3> (x, gru_w, gru_r) }""",
+    "rows found by rows": "(float[N, 6] x, int64[N, 1] i) => (float[N, 6] y) { y = GatherND (x, i) }",
+    "rows written by rows": """(float[N, 6] x, int64[N, 6] i, float[N, 6] u) => (float[N, 6] y)
+        { y = ScatterElements <axis = 0> (x, i, u) }""",
+    "rows backwards": """(float[N, 6] x) => (float[N, 6] y)
+        { y = ReverseSequence <time_axis = 0, batch_axis = 1> (x, six_ones) }""",
+    "products of two rows": "(float[N, 6] x) => (float[N, M] y) { y = Gemm <transB = 1> (x, x) }",
+    "a Gemm along the rows": "(float[N, 6] x) => (float[6, 6] y) { y = Gemm <transA = 1> (x, x) }",
+    "the half of the rows": """(float[N, 6] x) => (float[N, 6] y) { n = Shape <end = 1> (x)
+        h = Div (n, two) f = Cast <to = 1> (h) y = Add (x, f) }""",
     "an unknown operator": "(float[N, 6] x) => (float[N, 6] y) { y = our.own.Scale (x) }",
     "an output without rows": "(float[N, 6] x) => (float[N, 6] y, float[6] z) { y = Relu (x) z = Neg (s6) }",
     "rows after other axes": "(float[N, 6] x) => (float[M, 6] y) { y = Tile (x, twice) }",
@@ -146,6 +178,11 @@ STORED: dict[str, Any] = {
     "two": np.array([2]),
     "three": np.array([3]),
     "six1": np.array([6]),
+    "four1": np.array([4]),
+    "five": np.array([5]),
+    "four_three": np.array([4, 3]),
+    "three_rows": np.array([[0], [3], [5]]),
+    "six_ones": np.ones(6, np.int64),
     "six_deep": np.int64(6),
     "last": np.array([-1]),
     "open": np.array([-1]),
