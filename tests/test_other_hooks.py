@@ -131,7 +131,7 @@ def test_what_the_other_hook_makes_is_built(root: Path, capsys: pytest.CaptureFi
     text = capsys.readouterr().err
     # Also what only the other hook puts into the wheel; its copies are its own.
     assert "my_app/models/a.onnx (" in text
-    assert text.count("leave them out where they are added") == 1
+    assert text.count("unless a build hook or force-include adds them") == 1
     make(root, "editable")
     assert (root / "my_app" / "epcontext" / "manifest.json").is_file()
     list(builder(root).build(directory=str(root / "dist"), clean_only=True))

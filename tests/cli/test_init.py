@@ -257,10 +257,11 @@ def test_a_trial_writes_what_works(cli: Cli, new_project: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 def test_a_trial_that_is_stopped_keeps_what_it_has_compiled(cli: Cli, new_project: Path) -> None:
     models = new_project / "models"
-    for name in "cdefgh":
-        made = network()
-        made.doc_string = name
-        save(made, models / f"{name}.onnx")
+    # So many that the signal comes before the last one, on a busy machine too.
+    for number in range(22):
+        model = network()
+        model.doc_string = str(number)
+        save(model, models / f"c{number}.onnx")
     arguments = [
         sys.executable,
         "-c",
@@ -281,11 +282,11 @@ def test_a_trial_that_is_stopped_keeps_what_it_has_compiled(cli: Cli, new_projec
     file = new_project / "pyproject.toml"
     written = [t["path"] for t in parse(file.read_text())["tool"]["epcontext"]["models"]]
     assert written[0] == "models/a.onnx"
-    assert len(written) < 8
+    assert len(written) < 24
     assert f"and {written[-1]}" not in rest
     printed = cli("init", "--try").stdout
     assert all(f"{name}: works for cpu" not in printed for name in written)
-    assert len(parse(file.read_text())["tool"]["epcontext"]["models"]) == 8
+    assert len(parse(file.read_text())["tool"]["epcontext"]["models"]) == 24
 
 
 def test_a_size_goes_to_the_models_that_have_it_and_an_unknown_name_is_told_once(

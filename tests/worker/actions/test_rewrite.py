@@ -152,7 +152,7 @@ def test_a_rewrite_that_changes_results_is_dropped(
     wrong = Rewrite("wrong", frozenset({"ReduceMax"}), negated)
     monkeypatch.setattr(rewrite, "REWRITES", (wrong, *REWRITES))
     reply = rewritten(save(softplus_and_comparison(), tmp_path / "a.onnx"), tmp_path, None)
-    assert len(reply.preparation.rewrites) == 2
+    assert (reply.preparation.rewrites, reply.preparation.replaced) == (("apply_text",), 2)
     (dropped,) = reply.dropped
     assert dropped.startswith("wrong: the output 'y' differs from the source model's")
 
