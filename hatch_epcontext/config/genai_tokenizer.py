@@ -60,8 +60,8 @@ def choose_filler(folder: Path, content: Mapping[str, Any]) -> Filler:
     token that is only in texts that name it. Without a tokenizer.json nothing is known but the ids in
     ``content``. Raises ValueError with the name of a file that cannot be read.
     """
-    place = folder / (content.get("tokenizer_dir") or ".")
-    tokenizer = _read(place) if (place / "tokenizer.json").is_file() else None
+    home = folder / (content.get("tokenizer_dir") or ".")
+    tokenizer = _read(home) if (home / "tokenizer.json").is_file() else None
     pad, begins = content.get("pad_token_id"), _ids(content.get("bos_token_id"))
     reason = _reason(pad, content, begins)
     if tokenizer is None:

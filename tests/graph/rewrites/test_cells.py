@@ -42,6 +42,15 @@ CELLS = {
         i = Sigmoid (p)  f = Sub (one, i)  g = Relu (r)  o = Sigmoid (u)
         ig = Mul (i, g)  fc = Mul (f, c)  c2 = Add (ig, fc)  t = Relu (c2)  h2 = Mul (o, t)
     """,
+    # The gates are cut out, as PyTorch's `chunk` does, of rows with another dimension for a while.
+    "LSTM-cut": """
+        a = Gemm <transB = 1> (x, w4, v4)  b = Gemm <transB = 1> (h, r4)  s = Add (a, b)
+        v = Unsqueeze (s, at0)  e = Squeeze (v, at0)  n = Reshape (e, flat)
+        p = Slice (n, at0, at1, along)  q = Slice (n, at1, at2, along)
+        r = Slice (n, at2, at3, along)  u = Slice (n, at3, ends, along)
+        i = Sigmoid (p)  f = Sigmoid (q)  g = Tanh (r)  o = Sigmoid (u)
+        ig = Mul (i, g)  fc = Mul (f, c)  c2 = Add (ig, fc)  t = Tanh (c2)  h2 = Mul (o, t)
+    """,
     "GRU-torch": """
         a = Gemm <transB = 1> (x, w3, v3)  b = Gemm <transB = 1> (h, r3, u3)
         p, q, r = Split <axis = 1> (a, thirds)  p2, q2, r2 = Split <axis = 1> (b, thirds)
@@ -82,6 +91,9 @@ def stored() -> dict[str, Any]:
     }
     values["one"] = np.ones((), np.float32)
     values["ones"] = np.ones((BATCH, HIDDEN), np.float32)
+    values |= {f"at{gate}": np.array([gate * HIDDEN]) for gate in range(4)}
+    values |= {"ends": np.array([2**63 - 1]), "along": np.array([1])}
+    values["flat"] = np.array([0, -1])
     names = ("halves", "thirds", "quarters")
     values |= {name: np.full(i, HIDDEN, np.int64) for i, name in enumerate(names, start=2)}
     return values
