@@ -116,7 +116,7 @@ class Resolver:
             if folder is None or self._finder.pending:
                 continue
             if not (is_genai_folder(folder) and is_genai_folder(path)):
-                message = "is for a folder of onnxruntime-genai, in place of another one."
+                message = "is for a folder of onnxruntime-genai, instead of another one."
                 yield Problem.at(place, Kind.NOT_APPLICABLE, message, "Remove it.")
             elif folder != path:
                 others.setdefault(folder, []).append(target)

@@ -277,7 +277,7 @@ class TargetTable:
         required=True,
     )
     path: str = declare(
-        "Only in a model's table: the folder of a language model for this target, in place of the model's "
+        "Only in a model's table: the folder of a language model for this target, instead of the model's "
         "own: see `docs/language-models.md#a-folder-for-each-target`.",
         "",
         when_missing="the model's own",

@@ -252,8 +252,8 @@ def _converse(build: Build, job: Job, where: str, results: Sequence[Built]) -> t
 
 def _check(answers: Sequence[Answer], limit: float) -> None:
     lines = [
-        f"  {answer.snr:.1f} dB of the logits (at least {limit:g} dB), and clearly another token in "
-        f"{count(answer.others, 'step')}, after {answer.kind} of {count(answer.prompt, 'token')}"
+        f"  {answer.snr:.1f} dB of the logits (at least {limit:g} dB), and clearly another token at "
+        f"{count(answer.others, 'position')}, after {answer.kind} of {count(answer.prompt, 'token')}"
         for answer in answers
         if answer.snr < limit or answer.others
     ]

@@ -514,5 +514,5 @@ def test_a_folder_of_a_target_is_one_in_a_model_s_table(project: Path, folder: P
     top = CPU + 'targets.npu = { path = "models/llama", provider = "qnn", chip = "x1e80100" }\n'
     assert "targets.npu.path" in problems(project, 'models = ["models/a.onnx"]\n' + top)
     file = LLAMA.replace(" }", ', targets.cpu.path = "models/a.onnx" }')
-    message = "is for a folder of onnxruntime-genai, in place of another one"
+    message = "is for a folder of onnxruntime-genai, instead of another one"
     assert_one_problem(project, file + CPU, "models[0].targets.cpu.path", message)

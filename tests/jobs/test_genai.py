@@ -61,6 +61,6 @@ def test_only_a_model_that_is_compared_answers(project: Path, validate: str, ans
 def test_other_answers_are_an_error_that_names_the_prompts() -> None:
     right, wrong = Answer("a chat", 90, 40.0, 0), Answer("a prompt", 65, 3.0, 2)
     genai._check([right], 30.0)
-    with pytest.raises(BuildError, match="in 2 steps, after a prompt of 65 tokens") as raised:
+    with pytest.raises(BuildError, match="at 2 positions, after a prompt of 65 tokens") as raised:
         genai._check([right, wrong], 30.0)
     assert "a chat" not in str(raised.value)
