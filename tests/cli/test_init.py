@@ -257,14 +257,15 @@ def test_a_trial_writes_what_works(cli: Cli, new_project: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 def test_a_trial_that_is_stopped_keeps_what_it_has_compiled(cli: Cli, new_project: Path) -> None:
     models = new_project / "models"
-    # So many that the signal comes before the last one, on a busy machine too.
-    for number in range(22):
+    for number in range(6):
         model = network()
         model.doc_string = str(number)
         save(model, models / f"c{number}.onnx")
     arguments = [
         sys.executable,
         "-c",
+        # Shells let what they run in the background ignore this signal.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from hatch_epcontext.cli import main; main()",
         "init",
         "--try",
@@ -282,11 +283,11 @@ def test_a_trial_that_is_stopped_keeps_what_it_has_compiled(cli: Cli, new_projec
     file = new_project / "pyproject.toml"
     written = [t["path"] for t in parse(file.read_text())["tool"]["epcontext"]["models"]]
     assert written[0] == "models/a.onnx"
-    assert len(written) < 24
+    assert len(written) < 8
     assert f"and {written[-1]}" not in rest
     printed = cli("init", "--try").stdout
     assert all(f"{name}: works for cpu" not in printed for name in written)
-    assert len(parse(file.read_text())["tool"]["epcontext"]["models"]) == 24
+    assert len(parse(file.read_text())["tool"]["epcontext"]["models"]) == 8
 
 
 def test_a_size_goes_to_the_models_that_have_it_and_an_unknown_name_is_told_once(
