@@ -261,12 +261,15 @@ def test_a_trial_that_is_stopped_keeps_what_it_has_compiled(cli: Cli, new_projec
         model = network()
         model.doc_string = str(number)
         save(model, models / f"c{number}.onnx")
+    # Shells let what they run in the background ignore this signal.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from hatch_epcontext.cli import main; main()"
+    )
     arguments = [
         sys.executable,
         "-c",
-        # Shells let what they run in the background ignore this signal.
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "from hatch_epcontext.cli import main; main()",
+        code,
         "init",
         "--try",
         "-p",
