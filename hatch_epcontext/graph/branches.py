@@ -42,7 +42,7 @@ def branchings(main: onnx.GraphProto, kept: onnx.GraphProto) -> Iterator[Branchi
     names = {node.name for node in graph.nodes(kept) if node.op_type in ("If", "Loop")}
     if not names:
         return
-    scope = Scope(main)
+    scope, nested = Scope(main), Scope(main, nested=True)
     own = {value.name for value in graph.inputs(main)} | scope.makers.keys()
     needed = {value.name: {*scope.needed_nodes([value.name])} for value in main.output}
     for index, outer in enumerate(main.node):
@@ -55,6 +55,5 @@ def branchings(main: onnx.GraphProto, kept: onnx.GraphProto) -> Iterator[Branchi
             is_loop, what = node.op_type == "Loop", f"{node.op_type} {node.name!r}"
             outputs = frozenset(name for name, indices in needed.items() if index in indices)
             for condition in filter(None, node.input[: 1 + is_loop]):
-                is_known = condition in own
-                if not is_known or scope.varies([condition]):
-                    yield Branching(what, condition if is_known else "", is_loop, outputs)
+                if nested.varies([condition]):
+                    yield Branching(what, condition if condition in own else "", is_loop, outputs)

@@ -33,6 +33,13 @@ LOOP = """y = Loop ({}, {}, x) <body = b (int64 i, bool g, float[2] v) => (bool 
             f"y = If (c) <{NESTED}>".replace("inside", f"g = Not (c) p = If (g) <{BODIES}>"),
             "c",
         ),
+        # Fixed inside a branch.
+        (
+            f"y = If (c) <{NESTED}>".replace(
+                "inside", f"n = Size (x) d = Equal (n, two) p = If (d) <{BODIES}>"
+            ),
+            "c",
+        ),
     ],
 )
 def test_conditions_that_inputs_decide(nodes: str, condition: str | None) -> None:
