@@ -52,10 +52,10 @@ class OpenModel:
 
 _LISTED = parse(LIST.read_text(encoding="utf-8"))
 
-ZOO = tuple(OpenModel(**each) for each in _LISTED["models"])
+ZOO = tuple(OpenModel(**table) for table in _LISTED["models"])
 """All models that are surveyed."""
 
-SLOW = tuple(OpenModel(**each) for each in _LISTED["slow"])
+SLOW = tuple(OpenModel(**table) for table in _LISTED["slow"])
 """Models of 7 to 40 MB, which QNN's simulator runs for seconds."""
 
 

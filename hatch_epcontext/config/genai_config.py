@@ -184,6 +184,14 @@ class Genai:
         return overlay
 
 
+def special_ids(content: Mapping[str, Any], name: str) -> list[int]:
+    """The ids of the special token ``name``, such as ``"eos"``, in ``content``, a configuration's model."""
+    value = content.get(f"{name}_token_id")
+    return [
+        token for token in (value if isinstance(value, list) else [value]) if type(token) is int
+    ]
+
+
 def tokenizer_files(files: Iterable[str]) -> list[str]:
     """Those of ``files``, with paths in a folder, that are of a tokenizer, by their names."""
     return [file for file in files if file.rpartition("/")[2].startswith(_TOKENIZER)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hatch_epcontext.config.genai_config import special_ids
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import show
 
@@ -62,11 +63,11 @@ def choose_filler(folder: Path, content: Mapping[str, Any]) -> Filler:
     """
     home = folder / (content.get("tokenizer_dir") or ".")
     tokenizer = _read(home) if (home / "tokenizer.json").is_file() else None
-    pad, begins = content.get("pad_token_id"), _ids(content.get("bos_token_id"))
+    pad, begins = content.get("pad_token_id"), special_ids(content, "bos")
     reason = _reason(pad, content, begins)
     if tokenizer is None:
         return Filler(None if reason else pad, reason)
-    known = {*tokenizer.ordinary, *tokenizer.special, *begins, *_ids(content.get("eos_token_id"))}
+    known = {*tokenizer.ordinary, *tokenizer.special, *begins, *special_ids(content, "eos")}
     ids = (*([] if reason else [pad]), *reversed(range(content["vocab_size"])))
     if (token := next((token for token in ids if token not in known), None)) is not None:
         return Filler(token)
@@ -87,15 +88,10 @@ def _reason(pad: Any, content: Mapping[str, Any], begins: list[int]) -> str:
         return f"which is none of the {content['vocab_size']} tokens (vocab_size)"
     if pad in begins:
         return f"and prompts begin with {show(content['bos_token_id'])} (bos_token_id)"
-    ends = _ids(content.get("eos_token_id"))
+    ends = special_ids(content, "eos")
     if pad in ends:
         return f"and each turn of a conversation ends with {show(content['eos_token_id'])} (eos_token_id)"
     return "" if ends else "which onnxruntime-genai takes for the missing eos_token_id"
-
-
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [token for token in values if type(token) is int]
 
 
 def _read(folder: Path) -> _Tokenizer:

@@ -17,6 +17,9 @@ from hatch_epcontext.text import listing, show_number
 from hatch_epcontext.worker.comparison.runs import ReferenceRun
 from hatch_epcontext.worker.results import InputValues
 
+_MAX_NAMED = 3
+"""The most inputs that a warning names."""
+
 
 def compared_values(
     runs: Sequence[ReferenceRun], states: Mapping[str, str]
@@ -111,16 +114,15 @@ def _describe_far(run: ReferenceRun, name: str, far: Far, known: InputValues | N
         spread = 2 * max(far.spreads)
         return f"{name!r} within {spread:.2g} of {centers}" if spread else f"{name!r} of {centers}"
     numbers = np.concatenate([array.ravel().astype(np.float64) for array in _arrays(run, name)])
+    whole = f"{name!r} {_from_to((float(numbers.min()), float(numbers.max())))}"
     if known is None:
-        return f"{name!r} {_from_to((float(numbers.min()), float(numbers.max())))}"
+        return whole
     below, above = numbers[numbers < known.low], numbers[numbers > known.high]
     low, high = (show_number(float(end)) for end in (known.low, known.high))
     parts = [f"below {low}, such as {show_number(float(below.min()))}"] if below.size else []
     if above.size:
         parts.append(f"above {high}, such as {show_number(float(above.max()))}")
-    if not parts:
-        return f"{name!r} {_from_to((float(numbers.min()), float(numbers.max())))}"
-    return f"{name!r} {', or '.join(parts)},"
+    return f"{name!r} {', or '.join(parts)}," if parts else whole
 
 
 def _arrays(run: ReferenceRun, name: str) -> list[Array]:
@@ -130,7 +132,3 @@ def _arrays(run: ReferenceRun, name: str) -> list[Array]:
 def _from_to(ends: tuple[float, float]) -> str:
     low, high = map(show_number, ends)
     return f"from {low} to {high}" if low != high else f"of {low}"
-
-
-_MAX_NAMED = 3
-"""The most inputs that a warning names."""

@@ -40,7 +40,7 @@ def test_json_has_each_time_and_the_percentiles_of_the_runs_after_the_warm_up(
     printed = json.loads(cli("bench", source, *flags).stdout)
     assert "onnxruntime" in printed["versions"]
     openings = printed["openings"]
-    assert [each["way"] for each in openings] == ["cpu", "source", "compiled", "buffer"]
+    assert [opening["way"] for opening in openings] == ["cpu", "source", "compiled", "buffer"]
     for opening in openings:
         assert [len(opening[key]) for key in ("load", "first", "later")] == [2, 2, 40]
         later, latency = sorted(opening["later"]), opening["latency"]

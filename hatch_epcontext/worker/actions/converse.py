@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hatch_epcontext.config.genai_config import GENAI_CONFIG, Genai
+from hatch_epcontext.config.genai_config import GENAI_CONFIG, Genai, special_ids
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.worker.protocol import announce
@@ -88,7 +88,7 @@ class _Expected:
 def _expected(genai: Any, request: ConverseRequest) -> list[_Expected]:
     """What the folder itself answers on the CPU."""
     overlay = request.genai.plain_overlay
-    stops = np.atleast_1d(request.genai.config.content.get("eos_token_id", [])).tolist()
+    stops = special_ids(request.genai.config.content, "eos")
     model = _open(genai, request.folder, json.dumps(overlay))
     result = []
     for kind, prompt in _prompts(genai, model, request.genai):
@@ -115,11 +115,11 @@ def _prompts(genai: Any, model: Any, about: Genai) -> Iterator[tuple[str, list[i
     text = [*range(content["vocab_size"])]
     if about.has_tokenizer:
         tokenizer = genai.Tokenizer(model)
-        text = [*tokenizer.encode(_TEXT).tolist(), *_ids(content, "eos")]
+        text = [*tokenizer.encode(_TEXT).tolist(), *special_ids(content, "eos")]
         if len(chat := _chat(tokenizer, content)) <= most:
             yield "a chat", chat
     text = [token for token in text if token != about.filler]
-    begin = [token for token in _ids(content, "bos") if token != about.filler][:1]
+    begin = [token for token in special_ids(content, "bos") if token != about.filler][:1]
     kinds = {"a prompt": chunk + 1, "a prompt of whole chunks": chunk, "the longest prompt": most}
     for kind, length in kinds.items():
         if 0 < length <= most:
@@ -134,13 +134,8 @@ def _chat(tokenizer: Any, content: Mapping[str, Any]) -> list[int]:
         return [int(token) for token in tokenizer.encode(text)]
     except RuntimeError:
         turns = [[int(token) for token in tokenizer.encode(text)] for _, text in _TURNS]
-        end = _ids(content, "eos")[:1]
-        return [*_ids(content, "bos")[:1], *turns[0], *end, *turns[1], *end, *turns[2]]
-
-
-def _ids(content: Mapping[str, Any], name: str) -> list[int]:
-    """The ids of the special token ``name``."""
-    return [int(token) for token in np.atleast_1d(content.get(f"{name}_token_id", []))]
+        end = special_ids(content, "eos")[:1]
+        return [*special_ids(content, "bos")[:1], *turns[0], *end, *turns[1], *end, *turns[2]]
 
 
 def _open(genai: Any, folder: str, overlay: str) -> Any:
