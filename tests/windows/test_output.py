@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import pytest
 from onnx import helper, numpy_helper
 
-from hatch_epcontext.api import compile_models
-from hatch_epcontext.errors import BuildError, Kind
+from hatch_epcontext.worker.reasons import ask
 from tests.models import save, value, weights
 from tests.windows.conftest import EPCONTEXT, Example, only_windows, python, variables
+from tests.worker.actions.test_compile import X_ELITE, target
 
 pytestmark = only_windows
 
@@ -42,9 +41,5 @@ def scattering() -> onnx.ModelProto:
 
 def test_the_reason_of_the_ep_is_found_in_a_log_in_utf16(tmp_path: Path) -> None:
     path = save(scattering(), tmp_path / "a.onnx")
-    chip = {"soc_model": 60, "htp_arch": 73}
-    with pytest.raises(BuildError) as raised:
-        compile_models(path, tmp_path / "out", "qnn", provider_options=chip)
-    (problem,) = raised.value.problems
-    assert problem.kind is Kind.LOW_COVERAGE
-    assert "does not support reduction max" in problem.message
+    reason = ask(path, target("qnn", X_ELITE))["scatter"]
+    assert "does not support reduction max" in reason
