@@ -283,27 +283,35 @@ def loose_bounds(
                 f"{allows} versions of Python that cannot import the loader. "
                 'Write: requires-python = ">=3.10"'
             )
-    oldest = {target.name: bound for target in targets if (bound := oldest_runtime(target))}
     listed = [
         r for r in map(Requirement, dependencies) if canonicalize_name(r.name) in DISTRIBUTIONS
     ]
     # An extra may be what brings the newer release.
     own = [r for r in listed if "extra" not in str(r.marker)] or listed
-    for requirement in own if oldest else ():
-        bound = max(oldest.values())
-        releases = [f"1.{minor}.{patch}" for minor in range(bound.minor + 1) for patch in range(9)]
-        older = [release for release in releases if Version(release) < bound]
-        allowed = (requirement.specifier.contains(old, prereleases=True) for old in older)
-        if _is_for_new_python(requirement) and any(allowed):
+    oldest = [(target, bound) for target in targets if (bound := oldest_runtime(target))]
+    for requirement in own:
+        missed = {
+            target.name: bound
+            for target, bound in oldest
+            if _allows_older(requirement, bound) and _is_for(requirement, target)
+        }
+        if missed:
             yield (
                 f"the dependency {requirement} allows releases that cannot open what is compiled for "
-                f"{listing(oldest)}: there the app always gets the CPU. Write: {requirement.name}>={bound}"
+                f"{listing(missed)}: there the app always gets the CPU. "
+                f"Write: {requirement.name}>={max(missed.values())}"
             )
 
 
-def _is_for_new_python(requirement: Requirement) -> bool:
-    """Whether its marker can be true where the loader can be imported."""
-    versions = [f"3.{minor}" for minor in range(10, 20)]
+def _allows_older(requirement: Requirement, bound: Version) -> bool:
+    releases = [f"1.{minor}.{patch}" for minor in range(bound.minor + 1) for patch in range(9)]
+    older = [release for release in releases if Version(release) < bound]
+    return any(requirement.specifier.contains(release, prereleases=True) for release in older)
+
+
+def _is_for(requirement: Requirement, target: Target) -> bool:
+    """Whether its marker can be true with a Python that has the loader and the target's EP."""
+    versions = [f"3.{minor}" for minor in range(target.provider.python[1], 20)]
     extras = re.findall(r"extra == .([^\"']+)", str(requirement.marker)) or [""]
     return requirement.marker is None or any(
         requirement.marker.evaluate(

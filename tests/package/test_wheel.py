@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
+from packaging.version import Version
 
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, WheelError
 from hatch_epcontext.files import FileRecord
+from hatch_epcontext.jobs.requirements import oldest_runtime
 from hatch_epcontext.package import wheel
 from hatch_epcontext.tools.inspecting import inspect, verify
 from tests.package.conftest import OUTPUT
@@ -320,6 +322,11 @@ def test_a_large_wheel_is_a_warning(
         ),
         (["onnxruntime>=1.30", "onnxruntime; extra == 'cpu'"], ">=3.11", []),
         (["numpy", "onnxruntime; extra == 'cpu'"], ">=3.11", ["onnxruntime>=1."]),
+        (
+            ["onnxruntime>=1.30; python_version >= '3.11'", "onnxruntime; python_version < '3.11'"],
+            ">=3.10",
+            [],
+        ),
         (["onnxruntime>=1.30"], ">=3.6", ['requires-python = ">=3.10"']),
         (["onnxruntime>=1.30"], "", ['requires-python = ">=3.10"']),
         (["onnxruntime>=1.30"], None, []),
@@ -333,6 +340,19 @@ def test_bounds_that_allow_what_opens_nothing_are_lines_with_what_to_write(
     lines = list(wheel.loose_bounds(targets, dependencies, python))
     assert len(lines) == len(written)
     assert all(f"Write: {text}" in line for line, text in zip(lines, written, strict=True))
-    # An optimized graph for the CPU opens with any release.
+
+
+def test_a_bound_is_for_the_targets_that_it_misses(project: Path) -> None:
+    toml = 'models = ["models/a.onnx"]\n[targets]\nnpu = { provider = "qnn", chip = "qcs9100" }\n'
+    targets = configured(project, f'{toml}rtx = {{ provider = "tensorrt-rtx" }}').targets
+    bounds = {target.name: oldest_runtime(target) for target in targets}
+    low, high = sorted(bounds, key=lambda name: bounds[name] or Version("0"))
+    assert bounds[low] != bounds[high], bounds
+    (line,) = wheel.loose_bounds(targets, [f"onnxruntime>={bounds[low]}"], None)
+    assert f"is compiled for {high}: " in line
+    assert line.endswith(f"Write: onnxruntime>={bounds[high]}")
+
+
+def test_optimized_graphs_for_the_cpu_have_no_bound(project: Path) -> None:
     targets = configured(project).targets
     assert not list(wheel.loose_bounds(targets, ["onnxruntime>=1.16"], ">=3.10"))
