@@ -215,6 +215,16 @@ def explain(name: str, **arguments: Any) -> list[TargetAttempt]:
         return list(error.attempts)
 
 
+@_typed_as(load)
+def check(name: str, **arguments: Any) -> list[Any]:
+    """What `load` does with each target: ``target``, ``answer`` and ``reason``. It opens no session."""
+    request = Request(**arguments)
+    candidates, resolved = _resolve_request(name, request._replace(session_options=None))
+    resolved = resolved._replace(session_options=request.session_options)
+    expectations: list[Any] = beside("_check").expect(sys.modules[__name__], candidates, resolved)
+    return expectations
+
+
 def target_of(session: InferenceSession) -> str:
     """The target on which `load` opened ``session``. Raises KeyError for other sessions."""
     return str(vars(session)["epcontext_target"])

@@ -25,6 +25,7 @@ LAYERS = [
         "errors",
         "files",
         "frozen",
+        "_check",
         "_genai",
         "_recompile",
         "_runner",
@@ -216,7 +217,7 @@ def test_only_workers_import_onnxruntime_and_they_and_graph_onnx() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["loader", "_genai", "_recompile", "_runner", "_user_cache", "recorder"]
+    "name", ["loader", "_check", "_genai", "_recompile", "_runner", "_user_cache", "recorder"]
 )
 def test_what_runs_in_apps_imports_only_the_standard_library_and_onnxruntime(name: str) -> None:
     shipped = PACKAGE / f"{name}.py"
@@ -231,9 +232,13 @@ def test_what_runs_in_apps_imports_only_the_standard_library_and_onnxruntime(nam
 def test_nothing_imports_the_loader() -> None:
     importing = {name_of(m) for m in MODULES if "hatch_epcontext.loader" in imported(m)}
     # It imports types of the loader, beside which it is shipped.
-    assert importing == {"_genai.py", "_recompile.py", "_runner.py", "_user_cache.py"}, (
-        "put into `shipped` what both need"
-    )
+    assert importing == {
+        "_check.py",
+        "_genai.py",
+        "_recompile.py",
+        "_runner.py",
+        "_user_cache.py",
+    }, "put into `shipped` what both need"
 
 
 def test_the_tests_mirror_the_folders() -> None:

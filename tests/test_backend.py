@@ -176,6 +176,7 @@ def test_editable_installs_sdists_and_wheels_have_the_models(
         f"my_app/epcontext/{path}"
         for path in (
             "__init__.py",
+            "_check.py",
             "_runner.py",
             "_user_cache.py",
             "manifest.json",

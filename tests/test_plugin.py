@@ -128,6 +128,7 @@ def test_the_wheel_has_the_package(
     names = wheel.namelist()
     assert {name for name in names if name.startswith("my_app/epcontext/")} == {
         "my_app/epcontext/__init__.py",
+        "my_app/epcontext/_check.py",
         "my_app/epcontext/_runner.py",
         "my_app/epcontext/_user_cache.py",
         "my_app/epcontext/manifest.json",
@@ -401,6 +402,7 @@ def test_an_editable_install_uses_the_source_models_in_place(
     assert files(root / "my_app" / "epcontext") == {
         ".gitignore",
         "__init__.py",
+        "_check.py",
         "_runner.py",
         "_user_cache.py",
         "manifest.json",

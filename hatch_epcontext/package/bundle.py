@@ -208,7 +208,10 @@ def modules(import_name: str | None, models: Collection[Model]) -> Mapping[str, 
 
     With ``import_name``, the package's name, also the hook for PyInstaller, which finds it by that name.
     """
-    beside = {name: loader_file().with_name(name) for name in ("_runner.py", "_user_cache.py")}
+    beside = {
+        name: loader_file().with_name(name)
+        for name in ("_check.py", "_runner.py", "_user_cache.py")
+    }
     shipped = {"__init__.py": loader_file(), **beside}
     if any(target.settings.recompile for model in models for target in model.targets):
         shipped["_recompile.py"] = loader_file().with_name("_recompile.py")

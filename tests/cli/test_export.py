@@ -54,6 +54,7 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
         "__init__.py",
         "__pyinstaller/__init__.py",
         "__pyinstaller/hook-my_app.epcontext.py",
+        "_check.py",
         "_runner.py",
         "_user_cache.py",
         "a/one/a_optimized.onnx",
@@ -102,6 +103,7 @@ def test_only_the_chosen_target_is_exported(cli: Cli, app_project: Path, tmp_pat
     assert "-> one" not in cli(*arguments).stderr
     assert files(tmp_path / "out") == [
         "__init__.py",
+        "_check.py",
         "_runner.py",
         "_user_cache.py",
         "a/two/a_optimized.onnx",

@@ -24,6 +24,7 @@ pytestmark = [needs_qnn, pytest.mark.network]
 WHEEL = "digits_app-1.0.0-py3-none-any.whl"
 SHIPPED = {
     "__init__.py",
+    "_check.py",
     "_runner.py",
     "_user_cache.py",
     "manifest.json",

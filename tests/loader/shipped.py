@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hatch_epcontext import _recompile, _runner, _user_cache
+from hatch_epcontext import _check, _recompile, _runner, _user_cache
 from hatch_epcontext.files import record_files
 from hatch_epcontext.package.bundle import loader_file
 from hatch_epcontext.package.manifest import UNSEALED, seal
@@ -173,7 +173,7 @@ class Shipper:
             if not (self.folder / file).is_file():
                 save(network(), self.folder / file)
         (self.folder / "__init__.py").write_bytes(loader_file().read_bytes())
-        for module in (_recompile, _runner, _user_cache):
+        for module in (_check, _recompile, _runner, _user_cache):
             shutil.copy(str(module.__file__), self.folder)
         files = {
             name: {"size": each.size, "sha256": each.sha256}

@@ -46,6 +46,7 @@ def test_it_has_all_files_and_the_manifest_lists_them(
         "__init__.py",
         "__pyinstaller/__init__.py",
         "__pyinstaller/hook-my_app.epcontext.py",
+        "_check.py",
         "_runner.py",
         "_user_cache.py",
         "a/cpu/a_ctx.onnx",

@@ -68,6 +68,7 @@ def test_it_has_the_loader_the_artifacts_and_the_path_of_the_source(
         "__init__.py",
         "__pyinstaller/__init__.py",
         "__pyinstaller/hook-my_app.epcontext.py",
+        "_check.py",
         "_runner.py",
         "_user_cache.py",
         "a/cpu/a_ctx.onnx",

@@ -38,6 +38,7 @@ def test_the_folder_is_in_it_once_with_an_overlay_for_each_target(
     bundled = bundle(compiled(config, tmp_path / "a"), tmp_path, modules(None, config.models))
     assert recorded(bundled) == FOLDER | {
         "__init__.py",
+        "_check.py",
         "_runner.py",
         "_user_cache.py",
         "genai.py",

@@ -1,0 +1,164 @@
+"""What `check` says of a target is what `load` does with it, unless it says that it does not know."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+
+from tests.conftest import needs_qnn
+from tests.loader.shipped import (
+    CPU,
+    CPU_EP,
+    NPU,
+    QNN,
+    Shipper,
+    Table,
+    changed,
+    component,
+    damage,
+    device,
+    variant,
+)
+
+X = "a/cpu/a_optimized.onnx"
+
+RAN: Table = {
+    "compiled_with": {"onnxruntime": onnxruntime.__version__},
+    "validation": {"status": "ran"},
+}
+
+BUILT = changed(CPU, **RAN)
+
+AMD = variant(
+    "a/cpu", "a_optimized.onnx", settings={"ep": "MIGraphXExecutionProvider", "device": "gpu"}
+)
+
+
+def compare(app: Any, **arguments: Any) -> list[str]:
+    """The answers of `check`, after opening what it is about."""
+    expectations = app.check("a", **arguments)
+    candidates, request = app._resolve_request("a", app.Request(**arguments))
+    opened = {variants[0].target: False for variants, _ in candidates}
+    for variants, method in candidates:
+        _, session = app.open_variant(method, variants, request)
+        opened[variants[0].target] |= session is not None
+    assert [expectation.target for expectation in expectations] == list(opened)
+    for expectation in expectations:
+        assert expectation.reason
+        if expectation.answer != "unknown":
+            assert (expectation.answer == "opens") == opened[expectation.target], str(expectation)
+    return [expectation.answer for expectation in expectations]
+
+
+@pytest.mark.parametrize(
+    ("variants", "arguments", "answers"),
+    [
+        ({"cpu": BUILT}, {}, "opens opens"),
+        ({"cpu": BUILT}, {"verify": True}, "opens opens"),
+        ({"cpu": BUILT}, {"device": "cpu"}, "opens opens"),
+        ({"cpu": BUILT}, {"device": "any"}, "opens opens"),
+        ({"cpu": BUILT}, {"device": "npu"}, "cannot cannot"),
+        ({"cpu": BUILT}, {"target": "cpu"}, "opens"),
+        ({"cpu": BUILT}, {"target": "source"}, "opens"),
+        ({"cpu": BUILT}, {"fallback": False}, "opens"),
+        ({"cpu": BUILT}, {"shapes": {"x": (3, 1, 8, 8)}}, "opens opens"),
+        ({"cpu": BUILT}, {"shapes": {"x": (1, 1, 9, 8)}}, "cannot cannot"),
+        ({"cpu": BUILT}, {"provider_options": {"no": "such"}}, "unknown opens"),
+        ({"cpu": BUILT}, {"session_options": lambda: 5}, "unknown unknown"),
+        ({"cpu": BUILT}, {"fallback_providers": [CPU_EP]}, "unknown unknown"),
+        ({"cpu": CPU}, {}, "unknown unknown"),
+        ({"cpu": changed(BUILT, validation={"status": "skipped"})}, {}, "unknown unknown"),
+        ({"cpu": changed(BUILT, validation=None)}, {}, "unknown unknown"),
+        ({"cpu": changed(BUILT, compiled_with={"onnxruntime": "99.0"})}, {}, "unknown unknown"),
+        ({"cpu": changed(BUILT, compiled_with={"onnxruntime": "1.9.1"})}, {}, "opens opens"),
+        ({"npu": NPU}, {}, "cannot unknown"),
+        ({"npu": NPU}, {"device": "any"}, "cannot unknown"),
+        ({"npu": NPU, "cpu": BUILT}, {}, "cannot opens opens"),
+        ({"npu": NPU, "cpu": BUILT}, {"fallback": False}, "cannot opens"),
+        ({"npu": NPU}, {"target": "npu"}, "cannot"),
+        ({"npu": changed(NPU, prepared="prepared/a.onnx")}, {"recompile": True}, "cannot unknown"),
+        ({"amd": AMD}, {}, "cannot unknown"),
+    ],
+)
+def test_no_session_is_needed_to_know_what_load_does(
+    ship: Shipper, variants: Table, arguments: Table, answers: str
+) -> None:
+    assert compare(ship(**variants), **arguments) == answers.split()
+
+
+@pytest.mark.parametrize(
+    ("how", "verify", "answer"),
+    [
+        ("missing", False, "cannot"),
+        ("truncated", False, "cannot"),
+        ("a folder", False, "cannot"),
+        ("altered", False, "unknown"),
+        ("altered", True, "cannot"),
+    ],
+)
+def test_damaged_files_are_seen(ship: Shipper, how: str, verify: bool, answer: str) -> None:
+    app = ship(cpu=BUILT)
+    damage(ship.folder / X, how)
+    assert compare(app, verify=verify) == [answer, "opens"]
+
+
+def test_variables_count_as_in_load(ship: Shipper, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = ship(npu=NPU, cpu=BUILT)
+    monkeypatch.setenv("EPCONTEXT_TARGET", "cpu")
+    assert compare(app) == ["opens"]
+    monkeypatch.setenv("EPCONTEXT_DEVICE", "npu")
+    assert compare(app, device="cpu") == ["cannot"]
+    monkeypatch.setenv("EPCONTEXT_DEVICE", "tpu")
+    with pytest.raises(app.LoadError, match="EPCONTEXT_DEVICE must be one of"):
+        app.check("a")
+
+
+def test_a_companion_that_is_not_installed_cannot_be_opened(ship: Shipper) -> None:
+    body = component({"cpu": BUILT}, modules={"npu": "no_such_companion"})
+    app = ship.write({"a": body}, {"no_such_companion": "no-such-companion==1"})
+    assert compare(app) == ["cannot", "opens"]
+
+
+def test_a_device_that_is_there_proves_nothing(ship: Shipper) -> None:
+    app = ship(npu=NPU)
+    app.Opener._offered = lambda self: [device("NPU")]
+    app.Opener._add_devices = lambda self, options, more: "SomeExecutionProvider on npu"
+    (npu, _) = app.check("a")
+    assert str(npu) == "npu: unknown, only opening it shows what SomeExecutionProvider does"
+
+
+@needs_qnn
+@pytest.mark.parametrize(
+    ("ours", "arguments", "answer"),
+    [
+        ({}, {}, "cannot"),
+        ({}, {"device": "any"}, "opens"),
+        ({}, {"device": "any", "verify": True}, "opens"),
+        ({"needs_device": True}, {"device": "any"}, "cannot"),
+        ({"compiled_with": {"onnxruntime-qnn": "1.0"}}, {"device": "any"}, "unknown"),
+        ({"compiled_with": {"onnxruntime": "1.9.1"}}, {"device": "any"}, "unknown"),
+        ({"validation": None}, {"device": "any"}, "unknown"),
+        ({}, {"device": "any", "recompile": True}, "opens"),
+    ],
+)
+def test_a_simulator_opens_what_it_opened_in_the_build(
+    qnn: Shipper, ours: Table, arguments: Table, answer: str
+) -> None:
+    versions = {
+        **RAN["compiled_with"],
+        "onnxruntime-qnn": importlib.metadata.version("onnxruntime-qnn"),
+    }
+    npu = changed(QNN, **{**RAN, "compiled_with": versions, **ours})
+    assert compare(qnn(source=None, npu=npu), **arguments) == [answer]
+
+
+@needs_qnn
+def test_what_is_shipped_for_another_machine_may_compile(qnn: Shipper) -> None:
+    app = qnn(source=None, npu=QNN)
+    damage(Path(qnn.folder / "a/npu/a_ctx.onnx"), "truncated")
+    (npu,) = app.check("a", device="any", recompile=True)
+    assert str(npu) == "npu: unknown, it is compiled on this machine, once"
