@@ -138,7 +138,7 @@ def test_the_wheel_has_the_package(
     assert files(root) == before, "the build changed the project"
     text = capsys.readouterr().err
     assert "epcontext: a -> cpu (cpu): ok, optimized graph, agrees on synthetic inputs" in text
-    assert "epcontext: verified the wheel: 5 files as in the manifest, by RECORD" in text
+    assert "epcontext: verified the wheel: 6 files as in the manifest, by RECORD" in text
     wheel.extractall(tmp_path / "installed")
     package = opened(tmp_path / "installed" / "my_app" / "epcontext")
     variants = {name: list(model.variants) for name, model in package.components.items()}

@@ -49,7 +49,7 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
     out = app_project / "my_app" / "epcontext"
     printed = cli("export", app_project, "-o", out)
     assert printed.stderr.count("ok, optimized graph, agrees on synthetic inputs") == 4
-    assert printed.stdout.startswith(f"wrote {out} (9 files, ")
+    assert printed.stdout.startswith(f"wrote {out} (10 files, ")
     assert files(out) == [
         "__init__.py",
         "__pyinstaller/__init__.py",
@@ -70,7 +70,7 @@ def test_the_folder_is_that_of_a_wheel_and_its_loader_opens_it(
     if hasattr(onnxruntime, "ModelPackageContext"):
         open_by_onnx_runtime(out)
     inspected = cli("inspect", out, "--verify").stdout
-    assert inspected.endswith("verified: 9 files\n")
+    assert inspected.endswith("verified: 10 files\n")
     # As the manifest records them.
     assert printed.stdout.partition("(")[2].rstrip(")\n") in inspected.splitlines()[0]
 

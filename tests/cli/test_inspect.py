@@ -37,7 +37,7 @@ def test_a_wheel_is_shown_and_verified(cli: Cli, wheel: Path) -> None:
     size = (wheel.parents[1] / "models" / "a.onnx").stat().st_size
     assert all(row.endswith(f"  {size / 1000:.1f} kB") for row in rows)
     assert len(rows) == 2
-    checked = "verified: 9 files\n"
+    checked = "verified: 10 files\n"
     assert printed.endswith(checked)
 
 
@@ -57,7 +57,7 @@ def test_a_file_that_models_share_is_counted_once(cli: Cli, tmp_path: Path) -> N
 
 def test_a_wheel_as_json(cli: Cli, wheel: Path) -> None:
     result = cli("inspect", wheel, "--json", "--verify")
-    assert result.stderr.startswith("verified: 9 files")
+    assert result.stderr.startswith("verified: 10 files")
     found = json.loads(result.stdout)
     assert (found["path"], found["model"]) == (str(wheel), None)
     package = found["packages"]["my_app/epcontext"]
@@ -78,9 +78,9 @@ def test_changed_and_missing_files_of_a_package_are_found(
 ) -> None:
     installed = tmp_path / "installed"
     shutil.unpack_archive(wheel, installed, "zip")
-    assert "verified: 9 files" in cli("inspect", installed, "--verify").stdout
+    assert "verified: 10 files" in cli("inspect", installed, "--verify").stdout
     package = installed / "my_app" / "epcontext"
-    assert "verified: 9 files" in cli("inspect", package, "--verify").stdout
+    assert "verified: 10 files" in cli("inspect", package, "--verify").stdout
     (package / "a" / "one" / "a_optimized.onnx").write_bytes(b"changed")
     (package / "b" / "source" / "b.onnx").unlink()
     cli("inspect", package)
@@ -223,7 +223,7 @@ def test_an_editable_install_is_verified_with_the_sources_in_their_places(
 ) -> None:
     folder = project / "my_app" / "epcontext"
     install(resulting(configured(project), artifact), folder)
-    assert cli("inspect", folder, "--verify").stdout.endswith("verified: 9 files\n")
+    assert cli("inspect", folder, "--verify").stdout.endswith("verified: 10 files\n")
     (project / "models" / "a.onnx").unlink()
     (problem,) = problems(cli("inspect", folder, "--verify", code=1))
     assert problem.endswith("a.onnx: EPC506")

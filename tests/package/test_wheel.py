@@ -272,7 +272,7 @@ def records(finished: Files) -> dict[str, FileRecord]:
 def test_the_package_in_a_valid_wheel_is_verified(files: Files, tmp_path: Path) -> None:
     path = archived(files, tmp_path)
     wheel.verify(path, OUTPUT, records(files))
-    assert verified(path) == 8
+    assert verified(path) == 9
 
 
 @pytest.mark.parametrize(
