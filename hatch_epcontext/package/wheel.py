@@ -304,6 +304,7 @@ def loose_bounds(
 
 
 def _allows_older(requirement: Requirement, bound: Version) -> bool:
+    """Whether it allows a release of ONNX Runtime before ``bound``."""
     releases = [f"1.{minor}.{patch}" for minor in range(bound.minor + 1) for patch in range(9)]
     older = [release for release in releases if Version(release) < bound]
     return any(requirement.specifier.contains(release, prereleases=True) for release in older)
@@ -311,7 +312,9 @@ def _allows_older(requirement: Requirement, bound: Version) -> bool:
 
 def _is_for(requirement: Requirement, target: Target) -> bool:
     """Whether its marker can be true with a Python that has the loader and the target's EP."""
-    versions = [f"3.{minor}" for minor in range(target.provider.python[1], 20)]
+    # Requirements of the user's own say nothing of it.
+    oldest = 10 if target.requirements is not None else target.provider.python[1]
+    versions = [f"3.{minor}" for minor in range(oldest, 20)]
     extras = re.findall(r"extra == .([^\"']+)", str(requirement.marker)) or [""]
     return requirement.marker is None or any(
         requirement.marker.evaluate(

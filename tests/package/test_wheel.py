@@ -353,6 +353,14 @@ def test_a_bound_is_for_the_targets_that_it_misses(project: Path) -> None:
     assert line.endswith(f"Write: onnxruntime>={bounds[high]}")
 
 
+def test_requirements_of_the_users_own_may_be_for_an_older_python(project: Path) -> None:
+    own = 'targets.npu = { provider = "qnn", chip = "qcs9100", requirements = ["my-ep"] }'
+    targets = configured(project, f'models = ["models/a.onnx"]\n{own}').targets
+    dependency = "onnxruntime>=1.16; python_version < '3.11'"
+    (line,) = wheel.loose_bounds(targets, [dependency], None)
+    assert "is compiled for npu: " in line
+
+
 def test_optimized_graphs_for_the_cpu_have_no_bound(project: Path) -> None:
     targets = configured(project).targets
     assert not list(wheel.loose_bounds(targets, ["onnxruntime>=1.16"], ">=3.10"))
