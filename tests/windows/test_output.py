@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+import pytest
+from onnx import helper
 
-from hatch_epcontext.worker.reasons import ask
+from hatch_epcontext.api import compile_models
+from hatch_epcontext.errors import BuildError, Kind
 from tests.models import save, value, weights
 from tests.windows.conftest import EPCONTEXT, Example, only_windows, python, variables
-from tests.worker.actions.test_compile import X_ELITE, target
 
 pytestmark = only_windows
 
@@ -23,23 +23,22 @@ def test_a_pipe_gets_escapes_for_what_its_code_page_lacks(example: Example, tmp_
     assert rb"\u65e5\u672c" in printed
 
 
-def scattering() -> onnx.ModelProto:
-    """A matrix product, and an operator with an attribute that QNN does not have."""
+def infinite() -> onnx.ModelProto:
+    """A matrix product, and an operator that QNN refuses with a reason."""
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["product"], "dense"),
-        helper.make_node("ScatterND", ["product", "i", "u"], ["y"], "scatter", reduction="max"),
+        helper.make_node("IsInf", ["product"], ["y"], "infinite"),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "graph",
-        [value("x", [4, 3]), value("u", [2, 3])],
-        [value("y", [4, 3])],
-        [weights("w", 3, 3), numpy_helper.from_array(np.array([[1], [2]]), "i")],
-    )
+    output = helper.make_tensor_value_info("y", onnx.TensorProto.BOOL, [4, 3])
+    graph = helper.make_graph(nodes, "graph", [value("x", [4, 3])], [output], [weights("w", 3, 3)])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
 
 
 def test_the_reason_of_the_ep_is_found_in_a_log_in_utf16(tmp_path: Path) -> None:
-    path = save(scattering(), tmp_path / "a.onnx")
-    reason = ask(path, target("qnn", X_ELITE))["scatter"]
-    assert "does not support reduction max" in reason
+    path = save(infinite(), tmp_path / "a.onnx")
+    chip = {"soc_model": 60, "htp_arch": 73}
+    with pytest.raises(BuildError) as raised:
+        compile_models(path, tmp_path / "out", "qnn", provider_options=chip)
+    (problem,) = raised.value.problems
+    assert problem.kind is Kind.LOW_COVERAGE
+    assert "does not support IsInf on the HTP backend" in problem.message
