@@ -596,7 +596,7 @@ def open_variant(
         return TargetAttempt(variant.target, Outcome.SKIPPED, str(error)), None
     except Exception as error:
         # Of any kind: a device that has vanished makes onnxruntime raise even MemoryError.
-        when = "" if method is Opener.open_shipped else "compiling it on this machine: "
+        when = "compiling it on this machine: " if method is Opener.open_compiled else ""
         return TargetAttempt(variant.target, Outcome.FAILED, f"{when}{_cause(error)}"), None
     session.epcontext_target = variant.target
     return TargetAttempt(variant.target, Outcome.OPENED, runs_on), session

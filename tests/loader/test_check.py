@@ -45,12 +45,16 @@ def compare(app: Any, **arguments: Any) -> list[str]:
     expectations = app.check("a", **arguments)
     candidates, request = app._resolve_request("a", app.Request(**arguments))
     opened = {variants[0].target: False for variants, _ in candidates}
+    reasons = set()
     for variants, method in candidates:
-        _, session = app.open_variant(method, variants, request)
-        opened[variants[0].target] |= session is not None
+        attempt, session = app.open_variant(method, variants, request)
+        opened[attempt.target] |= session is not None
+        reasons.add((attempt.target, attempt.reason))
     assert [expectation.target for expectation in expectations] == list(opened)
     for expectation in expectations:
         assert expectation.reason
+        if expectation.answer == "cannot":
+            assert (expectation.target, expectation.reason) in reasons
         if expectation.answer != "unknown":
             assert (expectation.answer == "opens") == opened[expectation.target], str(expectation)
     return [expectation.answer for expectation in expectations]
