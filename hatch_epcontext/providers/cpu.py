@@ -29,7 +29,7 @@ class Cpu(Provider):
     notes = (
         '`optimization = "extended"` or `"all"` adds operators that only the CPU can run.',
         (
-            "Other EPs that compile nothing ahead of time, such as MIGraphX and WebGPU, run the graph too: "
+            "Other EPs that compile nothing ahead of time, such as MIGraphX, run the graph too: "
             "your app opens it by its `path`."
         ),
     )

@@ -442,7 +442,10 @@ def test_a_target_that_onnxruntime_genai_does_not_run_is_left_out_for_a_folder(
     target = f'targets.other.provider = "{provider}"\n'
     (problem,) = problems(project, LLAMA + CPU + target).values()
     assert problem.message.startswith("names other, and a folder of onnxruntime-genai")
-    assert problem.hint == "Providers that can: cpu, cuda, directml, openvino, qnn, tensorrt-rtx."
+    assert (
+        problem.hint
+        == "Providers that can: cpu, cuda, directml, openvino, qnn, tensorrt-rtx, webgpu."
+    )
     (setting,) = problem.settings
     model = LLAMA.replace(
         " }", f", {toml_key(str(setting.key.parts[-1]))} = {{ other = false }} }}"

@@ -189,6 +189,7 @@ def test_a_name_that_becomes_too_long_is_an_error(project: Path) -> None:
         ("cpu", "", False),
         ("cuda", "", False),
         ("directml", "", False),
+        ("webgpu", "", False),
         ("directml", 'device = "npu"', True),
         ("openvino", "", False),
         ("openvino", 'device = "npu"', True),

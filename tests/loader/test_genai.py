@@ -112,6 +112,22 @@ def test_only_a_fallback_is_taken_where_no_device_is(
             _genai.genai_folder("llama", package=package)
 
 
+@needs("onnxruntime_ep_webgpu")
+@pytest.mark.skipif(Path("/dev/dri").exists(), reason="this machine may have a GPU for WebGPU")
+def test_a_library_that_finds_no_gpu_is_passed_over(project: Path, tmp_path: Path) -> None:
+    make_folder(project / "models" / "llama")
+    toml = """
+        models = ["models/a.onnx", "models/llama"]
+        targets.gpu.provider = "webgpu"
+    """
+    package = bundle(compiled(configured(project, toml), tmp_path / "a"), tmp_path, {}).folder
+    assert _genai.genai_folder("llama", package=package).target == "source"
+    assert loader.explain("a", package=package)[0].outcome == "skipped"
+    overlay = json.loads((package / "llama" / "gpu" / "overlay.json").read_text())
+    session = overlay["model"]["decoder"]["session_options"]
+    assert session == {"provider_options": [{"WebGPU": {}}]}
+
+
 @needs("onnxruntime_genai")
 def test_a_model_of_one_file_gets_the_ep_of_its_target(package: Path) -> None:
     import onnxruntime_genai

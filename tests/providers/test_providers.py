@@ -83,6 +83,7 @@ def test_the_facts_of_each_provider_are_complete_and_consistent(provider: Provid
         ("tensorrt", ["TensorrtExecutionProvider"]),
         ("openvino", ["OpenVINO", "OpenVINOExecutionProvider"]),
         ("directml", ["dml", "DmlExecutionProvider", "DirectML"]),
+        ("webgpu", ["WebGPU", "WebGpuExecutionProvider"]),
         ("plugin", ["plugin"]),
         (None, ["", "qn", "tensor", "ExecutionProvider", "OpenVINOExecutionProvider.AUTO"]),
     ],
