@@ -118,7 +118,9 @@ def _matrix(report: Report) -> list[_Html]:
     rows: dict[str, dict[str, object]] = {}
     for job in report.jobs:
         for model in job.models:
-            load = "" if job.load is None else f" · opens in {job.load:.3f} s"
+            # What a simulator takes says nothing about the device.
+            is_known = job.load is not None and not model.validation.simulated
+            load = f" · opens in {job.load:.3f} s" if is_known else ""
             facts = f"{describe_coverage(model.coverage)} · {show_size(job.size)}{load}"
             link = _tag("a", _badge_of(model.validation), href=f"#{_name(job, '-')}")
             row = rows.setdefault(model.model, {"": model.model})

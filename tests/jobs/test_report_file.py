@@ -79,6 +79,17 @@ def test_it_shows_finished_and_failed_jobs_in_one_file(report: Report, tmp_path:
     assert all(f'id="{link}"' in html for link in links)
 
 
+def test_the_time_of_a_simulator_is_not_shown_as_the_devices(report: Report) -> None:
+    (job,) = report.jobs
+    (model,) = job.models
+    simulated = dataclasses.replace(model.validation, simulated=True)
+    model = dataclasses.replace(model, validation=simulated)
+    jobs = (dataclasses.replace(job, models=(model,)),)
+    page = render_page(dataclasses.replace(report, jobs=jobs), "my-app")
+    assert "simulator" in page
+    assert "opens in" not in page
+
+
 def first_line(text: str) -> str:
     return f"my notes\n{text}"
 

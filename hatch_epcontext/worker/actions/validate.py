@@ -53,7 +53,13 @@ from hatch_epcontext.worker.results import (
     Validation,
     ValidationStatus,
 )
-from hatch_epcontext.worker.session import context_options, cpu_options, incompatible, open_session
+from hatch_epcontext.worker.session import (
+    context_options,
+    cpu_options,
+    incompatible,
+    open_session,
+    runs_on_simulator,
+)
 
 
 def handle(request: ValidateRequest) -> Validated:
@@ -68,13 +74,12 @@ def handle(request: ValidateRequest) -> Validated:
         ValidationStatus.RAN,
         reason=unavailable,
         synthetic=request.model.validate.inputs in SYNTHETIC,
-        simulated=bool(provider.simulator),
     )
     if unavailable is not None:
         # An optimized graph is plain ONNX, which the CPU EP runs instead.
         on_cpu = provider.product == "optimized"
         status = ValidationStatus.RAN_ON_CPU if on_cpu else ValidationStatus.STRUCTURE
-        validation = replace(validation, status=status, simulated=False)
+        validation = replace(validation, status=status)
         if provider.by_library:
             return Validated(validation)
     expected = _reference(request)
@@ -93,6 +98,7 @@ def handle(request: ValidateRequest) -> Validated:
     load = time.perf_counter() - start
     if unavailable is None:
         _check_assignment(request, session)
+        validation = replace(validation, simulated=runs_on_simulator(request.target))
     if isinstance(expected, Reference):
         if (rest := expected.facts.selections.rest) is not None:
             session = open_with_reads(path, rest, make_options())
