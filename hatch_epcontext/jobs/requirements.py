@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -74,28 +74,51 @@ def versions_of(target: Target, installed_versions: Mapping[str, str]) -> dict[s
     return {name: version for name in relevant if (version := versions.get(name))}
 
 
-def oldest_runtime(target: Target) -> Version | None:
-    """The oldest ONNX Runtime with which apps open what is compiled for ``target``.
+def oldest_releases(target: Target) -> dict[str, Version]:
+    """The oldest release of each distribution with which apps open what is compiled for ``target``.
 
-    None for optimized graphs, which any opens that has their operators. Where the EP's package is installed,
-    its metadata count.
+    Of ONNX Runtime and the EP's package, also by the names of the distributions that replace these. Empty
+    for optimized graphs, which any ONNX Runtime opens that has their operators.
     """
     if target.provider.product != "context":
-        return None
-    names = map(_name, target.requirements or PROVIDERS[target.provider.name].requirements)
-    own = [
-        Requirement(text)
-        for name in names
-        if installed(name)
-        for text in metadata.requires(name) or ()
-    ]
-    bounds = [
-        Version(part.version)
-        for requirement in (*own, Requirement(f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}"))
-        for part in requirement.specifier
-        if canonicalize_name(requirement.name) in DISTRIBUTIONS and part.operator == ">="
-    ]
-    return max(bounds)
+        return {}
+    releases = dict.fromkeys(DISTRIBUTIONS, _oldest_runtime(target))
+    if (plugin := target.provider.plugin) is not None:
+        package = canonicalize_name(plugin.package)
+        groups = PROVIDERS[target.provider.name].conflicts
+        names = next((group for group in groups if package in group), {package})
+        if bound := max(_bounds_of_ep(target, package), default=None):
+            releases |= dict.fromkeys(names, bound)
+    return releases
+
+
+def _oldest_runtime(target: Target) -> Version:
+    """The metadata of the EP's package count, where it is installed."""
+    names = map(_name, _requirements_of_ep(target))
+    own = [text for name in names if installed(name) for text in metadata.requires(name) or ()]
+    return max(_lower_bounds((*own, f"{DISTRIBUTIONS[0]}{ONNX_RUNTIME}"), DISTRIBUTIONS))
+
+
+def _bounds_of_ep(target: Target, package: str) -> Iterator[Version]:
+    """The oldest releases of the EP's ``package`` that what is known of it allows."""
+    yield from _lower_bounds(_requirements_of_ep(target), [package])
+    if version := installed(package):
+        # It refuses what a newer minor release compiled: seen with each of onnxruntime-qnn 2.4 to 2.7.
+        release = Version(version)
+        yield min(Version(f"{release.major}.{release.minor}"), release)
+
+
+def _requirements_of_ep(target: Target) -> Sequence[str]:
+    """What runs the target: not the requirements of a library that compiles for it."""
+    own = None if target.provider.by_library else target.requirements
+    return own or PROVIDERS[target.provider.name].requirements
+
+
+def _lower_bounds(requirements: Iterable[str], names: Container[str]) -> Iterator[Version]:
+    for requirement in map(Requirement, requirements):
+        if canonicalize_name(requirement.name) in names:
+            parts = requirement.specifier
+            yield from (Version(part.version) for part in parts if part.operator == ">=")
 
 
 def _most_demanding(targets: Iterable[Target]) -> list[Target]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import csv
+import itertools
 import re
 import zipfile
 import zlib
@@ -26,7 +27,7 @@ from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, Whe
 from hatch_epcontext.files import RENAME, FileRecord, is_text
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.requirements import installed, oldest_runtime
+from hatch_epcontext.jobs.requirements import installed, oldest_releases
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.text import listing, show_size, to_toml
@@ -42,6 +43,9 @@ DAMAGED_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 
 _MAX_NAMED = 5
 """Of more files than this, a message gives the number."""
+
+_MAX_MINOR = 40
+"""Above the number of any minor release of ONNX Runtime or an EP."""
 
 _RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
 
@@ -283,17 +287,14 @@ def loose_bounds(
                 f"{allows} versions of Python that cannot import the loader. "
                 'Write: requires-python = ">=3.10"'
             )
-    listed = [
-        r for r in map(Requirement, dependencies) if canonicalize_name(r.name) in DISTRIBUTIONS
-    ]
-    # An extra may be what brings the newer release.
-    own = [r for r in listed if "extra" not in str(r.marker)] or listed
-    oldest = [(target, bound) for target in targets if (bound := oldest_runtime(target))]
-    for requirement in own:
+    oldest = [(target, oldest_releases(target)) for target in targets]
+    for requirement in _loosest(map(Requirement, dependencies)):
         missed = {
             target.name: bound
-            for target, bound in oldest
-            if _allows_older(requirement, bound) and _is_for(requirement, target)
+            for target, releases in oldest
+            if (bound := releases.get(canonicalize_name(requirement.name)))
+            and _allows_older(requirement, bound)
+            and _is_for(requirement, target)
         }
         if missed:
             yield (
@@ -303,10 +304,27 @@ def loose_bounds(
             )
 
 
+def _loosest(dependencies: Iterable[Requirement]) -> list[Requirement]:
+    """Those without an extra, and of extras those of packages that only they name."""
+    packages: dict[str, list[Requirement]] = {}
+    for dependency in dependencies:
+        name = canonicalize_name(dependency.name)
+        package = DISTRIBUTIONS[0] if name in DISTRIBUTIONS else name
+        packages.setdefault(package, []).append(dependency)
+    # An extra may be what brings the newer release.
+    loosest = [
+        [r for r in listed if "extra" not in str(r.marker)] or listed
+        for listed in packages.values()
+    ]
+    return [requirement for requirements in loosest for requirement in requirements]
+
+
 def _allows_older(requirement: Requirement, bound: Version) -> bool:
-    """Whether it allows a release of ONNX Runtime before ``bound``."""
-    releases = [f"1.{minor}.{patch}" for minor in range(bound.minor + 1) for patch in range(9)]
-    older = [release for release in releases if Version(release) < bound]
+    """Whether it allows a release before ``bound``."""
+    # From the major release before: those of a year are too many for all.
+    majors = range(max(bound.major - 1, 0), bound.major + 1)
+    numbers = itertools.product(majors, range(_MAX_MINOR), range(9))
+    older = (Version(f"{x}.{y}.{z}") for x, y, z in numbers if (x, y, z) < bound.release)
     return any(requirement.specifier.contains(release, prereleases=True) for release in older)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import tomlkit
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from tomlkit.items import AoT, Array
 
 from hatch_epcontext.config.build_hooks import NAME, hooks_of_project
@@ -26,7 +27,7 @@ from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, ConfigError, Key, Kind, Problem
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, oldest_runtime
+from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, oldest_releases
 from hatch_epcontext.package.folder import SOURCE_FOLDERS, own_files
 from hatch_epcontext.package.wheel import FOLDER, excluding, import_packages, loose_bounds
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
@@ -466,16 +467,20 @@ def _dependencies(project: Project, config: Config) -> Iterator[str]:
     """The missing dependencies of the app."""
     listed = {canonicalize_name(Requirement(text).name) for text in project.dependencies}
     providers = {target.provider.name: target.provider for target in config.targets}.values()
+    oldest = dict[str, Version]()
+    for target in config.targets:
+        for name, bound in oldest_releases(target).items():
+            oldest[name] = max(bound, oldest.get(name, bound))
     if listed.isdisjoint(DISTRIBUTIONS):
         fitting = [set(provider.distributions) for provider in providers]
         name = next((n for n in DISTRIBUTIONS if all(n in f for f in fitting)), DISTRIBUTIONS[0])
-        bounds = filter(None, map(oldest_runtime, config.targets))
-        yield _dependency(project, f"{name}>={max(bounds, default=_RUNTIME)}")
+        yield _dependency(project, f"{name}>={oldest.get(name, _RUNTIME)}")
     for provider in providers:
         # Those of the EP, also where the vendor's library compiles.
         for requirement in PROVIDERS[provider.name].requirements:
-            if canonicalize_name(Requirement(requirement).name) not in listed:
-                text = _dependency(project, f"{requirement}{_marker(provider)}")
+            if (name := canonicalize_name(Requirement(requirement).name)) not in listed:
+                bounded = f"{name}>={oldest[name]}" if name in oldest else requirement
+                text = _dependency(project, f"{bounded}{_marker(provider)}")
                 yield f"{text}  # for {provider.name}; or in an extra"
 
 

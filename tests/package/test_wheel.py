@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
-from packaging.version import Version
 
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, WheelError
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.jobs.requirements import oldest_runtime
+from hatch_epcontext.jobs.requirements import oldest_releases
 from hatch_epcontext.package import wheel
 from hatch_epcontext.tools.inspecting import inspect, verify
 from tests.package.conftest import OUTPUT
@@ -327,6 +326,15 @@ def test_a_large_wheel_is_a_warning(
             ">=3.10",
             [],
         ),
+        (["onnxruntime>=1.30", "onnxruntime_qnn>=2.3"], ">=3.11", ["onnxruntime_qnn>=2.7"]),
+        (["onnxruntime>=1.30", "onnxruntime-qnn>=2.7"], ">=3.11", []),
+        (["onnxruntime>=1.30", "onnxruntime-qnn~=2.8", "onnxruntime-ep-openvino"], ">=3.11", []),
+        (
+            ["onnxruntime>=1.30", "onnxruntime-qnn; extra == 'npu'"],
+            ">=3.11",
+            ["onnxruntime-qnn>=2.7"],
+        ),
+        (["onnxruntime-qnn==1.9.0; python_version < '3.11'"], ">=3.10", []),
         (["onnxruntime>=1.30"], ">=3.6", ['requires-python = ">=3.10"']),
         (["onnxruntime>=1.30"], "", ['requires-python = ">=3.10"']),
         (["onnxruntime>=1.30"], None, []),
@@ -345,12 +353,41 @@ def test_bounds_that_allow_what_opens_nothing_are_lines_with_what_to_write(
 def test_a_bound_is_for_the_targets_that_it_misses(project: Path) -> None:
     toml = 'models = ["models/a.onnx"]\n[targets]\nnpu = { provider = "qnn", chip = "qcs9100" }\n'
     targets = configured(project, f'{toml}rtx = {{ provider = "tensorrt-rtx" }}').targets
-    bounds = {target.name: oldest_runtime(target) for target in targets}
-    low, high = sorted(bounds, key=lambda name: bounds[name] or Version("0"))
+    bounds = {target.name: oldest_releases(target)["onnxruntime"] for target in targets}
+    low, high = sorted(bounds, key=lambda name: bounds[name])
     assert bounds[low] != bounds[high], bounds
     (line,) = wheel.loose_bounds(targets, [f"onnxruntime>={bounds[low]}"], None)
     assert f"is compiled for {high}: " in line
     assert line.endswith(f"Write: onnxruntime>={bounds[high]}")
+
+
+@pytest.mark.parametrize(
+    ("version", "dependency", "bound"),
+    [
+        ("2.8.1", "onnxruntime-qnn>=2.7", "2.8"),
+        ("2.8.1", "onnxruntime-qnn>=2.8", None),
+        ("2.8.0rc1", "onnxruntime-qnn>=2.7", "2.8.0rc1"),
+        ("3.0.0", "onnxruntime-qnn>=2.7", "3.0"),
+        ("2.7.0", "onnxruntime-qnn>=2.7", None),
+    ],
+)
+def test_the_release_of_the_ep_that_compiles_is_the_oldest_that_opens(
+    project: Path, installed: dict[str, str], version: str, dependency: str, bound: str | None
+) -> None:
+    toml = 'models = ["models/a.onnx"]\ntargets.npu = { provider = "qnn", chip = "qcs9100" }'
+    targets = configured(project, toml).targets
+    installed["onnxruntime-qnn"] = version
+    lines = list(wheel.loose_bounds(targets, [dependency], None))
+    assert [line.partition("Write: ")[2] for line in lines] == (
+        [f"onnxruntime-qnn>={bound}"] if bound else []
+    )
+
+
+def test_packages_of_the_ep_for_other_versions_of_cuda_have_its_bound(project: Path) -> None:
+    toml = 'models = ["models/a.onnx"]\n[targets.rtx]\nprovider = "tensorrt-rtx"\nchip = "rtx-40"'
+    targets = configured(project, toml).targets
+    (line,) = wheel.loose_bounds(targets, ["onnxruntime-ep-nv-tensorrt-rtx-cu12"], None)
+    assert line.endswith("Write: onnxruntime-ep-nv-tensorrt-rtx-cu12>=0.5")
 
 
 def test_requirements_of_the_users_own_may_be_for_an_older_python(project: Path) -> None:
