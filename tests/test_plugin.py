@@ -474,14 +474,22 @@ def test_a_project_of_only_models_sets_the_output_folder(root: Path) -> None:
     assert "my_models/manifest.json" in names
 
 
+@pytest.mark.parametrize("external", [False, True])
 def test_a_large_wheel_is_one_warning_and_before_compiling_its_models_are_another(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    external: bool,
 ) -> None:
     monkeypatch.setattr("hatch_epcontext.package.wheel.MAX_SIZE", 1000)
+    if external:
+        save_with_data(network(), root / "models" / "a.onnx")
+    files = [*(root / "models").glob("a.onnx"), *(root / "models").glob("*.data")]
+    assert len(files) == 1 + external
     make(root)
     text = capsys.readouterr().err
     assert text.count("By default package indexes accept files of up to") == 1
-    size = (root / "models" / "a.onnx").stat().st_size
+    size = sum(file.stat().st_size for file in files)
     models = f"the models for this wheel have {size / 1000:.1f} kB, and"
     assert text.index(models) < text.index("By default package indexes")
 

@@ -7,6 +7,7 @@ found in the wheel's build, where `graph/external.py` reads them with onnx.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,6 +51,17 @@ def external_data(path: Path) -> tuple[str, ...]:
             raise ValueError("the file is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return tuple(sorted(set(_locations(data))))
+
+
+def model_files(path: Path) -> list[Path]:
+    """The ONNX file at ``path`` and those of its external data, without what is missing.
+
+    Of a file that cannot be read the build says why.
+    """
+    names: tuple[str, ...] = ()
+    with contextlib.suppress(OSError, ValueError):
+        names = external_data(path)
+    return [file for file in (path, *(path.parent / name for name in names)) if file.is_file()]
 
 
 def _locations(data: mmap.mmap) -> Iterator[str]:

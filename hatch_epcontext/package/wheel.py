@@ -28,6 +28,7 @@ from hatch_epcontext.files import RENAME, FileRecord, is_text
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.requirements import installed, oldest_releases
+from hatch_epcontext.package.external_data import model_files
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.text import listing, show_size, to_toml
@@ -420,8 +421,9 @@ def check_models(config: Config) -> str | None:
     for model in config.models:
         if model.targets or model.fallback != "none":
             beside = model.genai.beside if model.genai else ()
-            files |= {model.path, *(model.path.parent / name for name in beside)}
-    size = sum(file.stat().st_size for file in files if file.is_file())
+            others = (model.path.parent / name for name in beside)
+            files.update(model_files(model.path), filter(Path.is_file, others))
+    size = sum(file.stat().st_size for file in files)
     if size <= MAX_SIZE:
         return None
     return (

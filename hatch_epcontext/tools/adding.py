@@ -28,6 +28,7 @@ from hatch_epcontext.errors import HOOK, ROOT, BuildError, ConfigError, Key, Kin
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, oldest_releases
+from hatch_epcontext.package.external_data import model_files
 from hatch_epcontext.package.folder import SOURCE_FOLDERS, own_files
 from hatch_epcontext.package.wheel import FOLDER, excluding, import_packages, loose_bounds
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
@@ -441,10 +442,9 @@ def _excluding(project: Project, config: Config) -> Iterator[str]:
         ):
             start = path.parts[0] in SOURCE_FOLDERS
             folder = PurePosixPath(*path.parts[start:-1])
-            # With its external data under the usual names.
-            for name in (path.name, f"{path.name}.data", f"{path.name}_data"):
-                if (file := project.root / path.with_name(name)).exists():
-                    files[(folder / name).as_posix()] = file
+            for file in model_files(project.root / path):
+                name = os.path.relpath(file, project.root / path.parent)
+                files[(folder / name).as_posix()] = file
     if files:
         yield excluding(config.build.backend or project.backend, project.root, files)
 

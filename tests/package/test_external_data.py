@@ -6,7 +6,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from hatch_epcontext.package.external_data import external_data
+from hatch_epcontext.package.external_data import external_data, model_files
 from tests.models import network, save
 
 
@@ -52,6 +52,16 @@ def test_the_files_are_found_wherever_a_tensor_can_be(tmp_path: Path) -> None:
         "sub/inner.bin",
         "values.bin",
     )
+
+
+def test_the_files_of_a_model_are_those_that_exist(tmp_path: Path) -> None:
+    path = tmp_path / "a.onnx"
+    assert model_files(path) == []
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert model_files(path) == [path]
+    path.write_bytes(everywhere().SerializeToString())
+    (tmp_path / "values.bin").touch()
+    assert model_files(path) == [path, tmp_path / "values.bin"]
 
 
 def test_a_model_without_external_data_names_no_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.tools.adding import Pyproject, left_to_do
+from tests.models import network, save_with_data
 
 TABLE = """\
 [tool.epcontext.targets.qnn]
@@ -55,6 +56,12 @@ def test_missing_dependencies_of_the_app_are_listed(
     lines = lines_of(project, head(listed) + TABLE)["In the dependencies of the app:"].splitlines()
     assert len(lines) == len(expected)
     assert all(map(str.startswith, lines, expected))
+
+
+def test_a_model_stays_out_of_the_wheel_with_its_external_data(project: Path) -> None:
+    save_with_data(network(), project / "my_app" / "c.onnx")
+    advice = lines_of(project, head() + TABLE)["To keep the plain models out of the wheel:"]
+    assert 'exclude = ["my_app/c.onnx", "my_app/network.data"]' in advice
 
 
 def test_an_import_package_that_is_not_there_is_named_after_the_project(project: Path) -> None:
