@@ -61,9 +61,10 @@ class TensorFacts:
 class Far:
     """Values that the type and the graph allow, and that ordinary samples do not have.
 
-    Integers from ``low`` to ``high``, both included, of all magnitudes; or numbers around ``centers``, which
-    have the ``shape`` of a constant, with the standard deviations ``spreads``, as multiples of ``unit`` if
-    that is not 0. Each number is around any of several ``centers`` without a shape.
+    Integers from ``low`` to ``high``, both included, of all magnitudes; floats from ``low`` to ``high``; or
+    numbers around ``centers``, which have the ``shape`` of a constant, with the standard deviations
+    ``spreads``, as multiples of ``unit`` if that is not 0. Each number is around any of several ``centers``
+    without a shape.
     """
 
     low: float = 0.0

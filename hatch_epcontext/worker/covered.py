@@ -113,6 +113,8 @@ def _describe_far(run: ReferenceRun, name: str, far: Far, known: InputValues | N
         centers = listing(map(show_number, dict.fromkeys(far.centers)), _MAX_NAMED)
         spread = 2 * max(far.spreads)
         return f"{name!r} within {spread:.2g} of {centers}" if spread else f"{name!r} of {centers}"
+    if run.is_larger:
+        return f"{name!r} above {show_number(far.low)}, such as {show_number(far.high)},"
     numbers = np.concatenate([array.ravel().astype(np.float64) for array in _arrays(run, name)])
     whole = f"{name!r} {_from_to((float(numbers.min()), float(numbers.max())))}"
     if known is None:

@@ -73,6 +73,14 @@ class Sample:
         """The inputs of the first frame."""
         return self.frames[0]
 
+    @property
+    def is_larger(self) -> bool:
+        """Whether it has floats of a larger size than ordinary ones."""
+        return any(
+            not far.centers and self.feeds[name].dtype.kind not in "iu"
+            for name, far in self.far.items()
+        )
+
 
 def number_of_samples(multiply_adds: int) -> int:
     """The number of samples for a model that needs so many multiply-adds for one."""
@@ -158,19 +166,19 @@ def _varied(
 def _far(
     inputs: Sequence[TensorFacts], ranges: Mapping[str, Range], states: Mapping[str, str]
 ) -> Iterator[Sample]:
-    """Yield samples with values far from the ordinary, of which several inputs share those of integers."""
+    """Yield samples with values far from the ordinary, of which several inputs share those of integers, and
+    the sizes of floats.
+    """
     values_of = {
         tensor.name: ranges[tensor.name].far
         for tensor in inputs
         if tensor.name in ranges and tensor.name not in states
     }
-    whole = {name for name in values_of if ranges[name].whole}
-    most = max((len(values_of[name]) for name in whole), default=0)
-    groups = [
-        {name: values_of[name][number] for name in whole if number < len(values_of[name])}
-        for number in range(most)
-    ]
-    floats = [(name, far) for name in values_of if name not in whole for far in values_of[name]]
+    whole = {name: values for name, values in values_of.items() if ranges[name].whole}
+    others = {name: values for name, values in values_of.items() if name not in whole}
+    sizes = {name: [far for far in others[name] if not far.centers] for name in others}
+    groups = [*_together(whole), *_together(sizes)]
+    floats = [(name, far) for name, values in others.items() for far in values if far.centers]
     # Models with many inputs, such as a table's columns, have several in one sample.
     room = max(1, MAX_FAR - len(groups))
     separate = [dict(floats[number::room]) for number in range(min(room, len(floats)))]
@@ -182,6 +190,12 @@ def _far(
         values = {name: group[name] for name in by_name if name in group}
         name = f"other values of {', '.join(values)}"
         yield Sample(name, (feeds,), "far", usual=False, far=values)
+
+
+def _together(values_of: Mapping[str, Sequence[Far]]) -> Iterator[dict[str, Far]]:
+    """The first values of all inputs, then the second ones, and so on."""
+    for number in range(max(map(len, values_of.values()), default=0)):
+        yield {n: values[number] for n, values in values_of.items() if number < len(values)}
 
 
 def _mixed(samples: Sequence[Sample], states: Mapping[str, str], number: int) -> Iterator[Sample]:

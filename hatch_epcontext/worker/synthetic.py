@@ -141,6 +141,8 @@ def far_values(facts: TensorFacts, far: Far, rng: np.random.Generator) -> Array:
         if far.unit:
             numbers = np.rint(numbers / far.unit) * far.unit
         return np.asarray(numbers if _is_real(facts) else np.rint(numbers)).astype(dtype)
+    if _is_real(facts):
+        return rng.uniform(far.low, far.high, shape).astype(dtype)
     # As many small ones as large ones.
     sizes = np.exp(rng.uniform(0, np.log1p(max(-far.low, far.high)), shape)) - 1
     signs = rng.choice((-1.0, 1.0), shape) if far.low < 0 else np.ones(shape)

@@ -95,6 +95,8 @@ def test_a_warning_names_only_values_that_no_run_has_that_agreed() -> None:
     far = run({"i": large, "x": kelvin}, i=[-7, 90, 999], x=[292.875, 293.5])
     text = "'i' below 0, such as -7, or above 255, such as 999, and 'x' within 0.6 of 293.15"
     assert describe_values(far, agreed) == text
+    larger = run({"x": Far(256.0, 512.0)}, x=[300.0, 400.0])
+    assert describe_values(larger, agreed) == "'x' above 256, such as 512,"
     # Constants of several elements are no span.
     gps = Far(centers=(48.1, 11.5), spreads=(0.5, 0.1), shape=(2,))
     assert describe_values(run({"x": gps}, x=[48, 11]), []) == "'x' within 1 of 48.1 and 11.5"
@@ -152,3 +154,18 @@ def test_values_that_an_ep_refuses_are_a_warning(tmp_path: Path) -> None:
     (difference,) = compare_runs(session, expected, HALF, [far]).unusual
     text = warning(difference, describe_values(difference.run, []))
     assert text.startswith("'i' from -6 to 1 may give wrong answers: of 'y', the EP fails (")
+
+
+def test_the_smallest_floats_that_differ_are_named(tmp_path: Path) -> None:
+    made = parsed(
+        """(float[1, 64] x) => (float[1, 1] y) {
+            q = Mul (x, x) m = ReduceMean <axes = [1]> (q)
+            a = ReduceMean <axes = [1]> (x) p = Mul (a, a)
+            y = Sub (m, p) }"""
+    )
+    _, expected = referred(made, tmp_path)
+    larger = [each for each in expected.runs if each.is_larger]
+    session = open_session(save(clipped(made, 40), tmp_path / "changed.onnx"), cpu_options())
+    found = compare_runs(session, expected, HALF, [expected.runs[0], *larger])
+    (difference,) = found.unusual
+    assert describe_values(difference.run, found.agreed) == "'x' above 64, such as 128,"

@@ -210,3 +210,12 @@ def test_errors_of_the_first_sample_and_of_given_ones_are_raised(
     with pytest.raises(RuntimeError, match="no"):
         run_samples(run, samples_of([X], spec(), {"x": OPEN}), synthetic=synthetic)
     assert len(names) == failing
+
+
+def test_larger_floats_of_all_inputs_are_in_one_sample() -> None:
+    larger = replace(OPEN, far=(Far(16, 32), Far(64, 128), Far(centers=(5.0,), spreads=(1.0,))))
+    columns = [replace(X, name=name) for name in ("a", "b")]
+    far = [each for each in fed(columns, {"a": larger, "b": larger}) if each.far]
+    assert [[*each.far] for each in far] == [["a", "b"], ["a", "b"], ["a"], ["b"]]
+    assert [each.is_larger for each in far] == [True, True, False, False]
+    assert all(array.min() >= 16 and array.max() <= 32 for array in far[0].feeds.values())

@@ -15,7 +15,7 @@ import onnx
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Numbers, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Far, InFloats, Range, TensorFacts
-from hatch_epcontext.graph.values.conventions import DEVIATIONS, looks_like_sound
+from hatch_epcontext.graph.values.conventions import DEVIATIONS, looks_like_image, looks_like_sound
 from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms
 
 _SMALL = 1000.0
@@ -57,6 +57,12 @@ _MAX_VALUES = 4
 _OFFSET = 1000.0
 """The offset of values of which only differences count, such as prices, over their deviation."""
 
+_SIZES = tuple(2.0**exponent for exponent in range(5, 16, 2))
+"""The sizes of floats whose powers matter: from 32 to that of int16."""
+
+_BRIGHTEST = 255.0
+"""The largest value of a pixel."""
+
 _COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
 _INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"})
@@ -73,6 +79,7 @@ class Uses:
     are indices. ``is_signal``: whether a filter reads them. ``scale`` and ``gain``: the smallest and the
     largest factor by which it multiplies them. ``floats`` and ``reach``: as in `Range`. ``skipping``: the
     value for which a Loop has no iteration. ``is_series``: whether it subtracts neighbours from each other.
+    ``size``: up to which their powers matter, see `powers`.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -84,6 +91,7 @@ class Uses:
     reach: float = 0.0
     skipping: float | None = None
     is_series: bool = False
+    size: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,7 @@ class UsesOfInputs:
 
     def __init__(self, terms: LinearTerms) -> None:
         self._terms = terms
+        self.scope = terms.scope
         self.of: defaultdict[str, Uses] = defaultdict(Uses)
 
     def add(self, node: onnx.NodeProto) -> None:
@@ -301,7 +310,9 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     if not ordinary.is_open:
         return ordinary
     sound = uses.is_signal and looks_like_sound(facts)
-    far = [*_around(facts, ordinary, uses)]
+    most = min(uses.size, _BRIGHTEST if looks_like_image(facts) else math.inf)
+    far = [Far(size / 2, size) for size in _SIZES if size / 2 <= most]
+    far += [*_around(facts, ordinary, uses)]
     if uses.is_series and not looks_like_sound(facts):
         far.append(Far(centers=(_OFFSET,), spreads=(1.0,)))
     if sound:

@@ -26,6 +26,7 @@ from hatch_epcontext.graph.values.conventions import (
 )
 from hatch_epcontext.graph.values.far import UsesOfInputs, dtype_bounds, with_far
 from hatch_epcontext.graph.values.linear import LinearTerm, LinearTerms
+from hatch_epcontext.graph.values.powers import sizes_of_powers
 
 _MAX_OF_BYTES = 255.0
 """The largest value of an integer that nothing bounds."""
@@ -45,11 +46,12 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
     """
     tensors = [facts for facts in inputs if _is_number(facts)]
     of_inputs, uses = _bounds(main, tensors)
+    ranges = {facts.name: _range(facts, of_inputs[facts.name], tensors) for facts in tensors}
+    floats = [name for name, range_ in ranges.items() if range_.is_open and range_.usual is None]
+    for name, size in sizes_of_powers(main, floats, uses.scope).items():
+        uses.of[name].size = size
     return {
-        facts.name: with_far(
-            facts, _range(facts, of_inputs[facts.name], tensors), uses.of[facts.name]
-        )
-        for facts in tensors
+        facts.name: with_far(facts, ranges[facts.name], uses.of[facts.name]) for facts in tensors
     }
 
 

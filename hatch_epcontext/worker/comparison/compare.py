@@ -78,7 +78,8 @@ def compare_runs(
         runs = [run for run in reference.runs if run.on_target]
     for run in runs:
         new = sides(run, reference.facts.deciders) - taken
-        if is_enough and len(result.samples) > 1 and not run.far and not new:
+        is_compared = is_enough and len(result.samples) > 1
+        if not new and (_is_known(run, result) if run.far else is_compared):
             continue
         taken |= new
         result = replace(result, samples=(*result.samples, run.name))
@@ -117,6 +118,11 @@ def compare_runs(
             result = replace(result, beaten=True)
             break
     return replace(result, agreements=worst_agreements(compared))
+
+
+def _is_known(run: ReferenceRun, result: Comparison) -> bool:
+    """Whether smaller floats than those of ``run`` differ already."""
+    return run.is_larger and any(difference.run.is_larger for difference in result.unusual)
 
 
 def _gap(level: Level, emulated: Levels, run: ReferenceRun) -> float:

@@ -17,6 +17,9 @@ WORTH_RUNNING = 45.0
 _MOST_FAR = 3
 """The most samples of floats far from the ordinary that the target runs."""
 
+_MOST_LARGER = 2
+"""The most samples of larger floats that the target runs: it may be more exact than the emulation."""
+
 _WORST = 3
 """The number of worst samples, of different natures, that the target runs."""
 
@@ -146,7 +149,12 @@ def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
     shows nothing of integers, nor all that kernels do to large values.
     """
     far = sorted((level for level in levels if level.run.far), key=lambda level: level.margin)
-    differing = [level.run for level in far if level.margin < 0]
+    # Of floats that only become larger, the smallest that differ say where that begins.
+    larger = [level.run for level in levels if level.run.is_larger and level.margin < 0]
+    differing = [
+        *larger[:_MOST_LARGER],
+        *(level.run for level in far if level.margin < 0 and not level.run.is_larger),
+    ]
     if is_large:
         return differing[:1]
     others = [level.run for level in far if level.margin >= 0]

@@ -1,0 +1,226 @@
+"""The sizes at which powers of inputs, and products of several, leave a number format or cancel each other.
+
+Each value is followed as a sum of terms: a factor, and a degree in the inputs. Where all terms of a sum have
+the same degree, as in the mean of squares less the square of the mean, no size of the inputs is more usual
+than another. Where they have not, as in ``a x² + b x + c``, the terms are as large as each other at a size
+that the factors show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.values.linear import INVALID
+
+_MAX_TERMS = 8
+"""The most terms of one value that are followed."""
+
+_MAX_DEGREE = 4
+
+
+@dataclass(frozen=True)
+class _Term:
+    """At most ``factor`` times a product of so many values of these ``inputs`` as its ``degree``."""
+
+    inputs: frozenset[str] = frozenset()
+    degree: float = 0.0
+    factor: float = 1.0
+
+    def times(self, other: _Term) -> _Term:
+        factor = self.factor * other.factor
+        return _Term(self.inputs | other.inputs, self.degree + other.degree, factor)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The ``terms`` of a value.
+
+    ``positive``: whether it is never negative. ``power``: whether inputs were multiplied with each other on
+    the path; ``weighted``: whether weights of both signs are, as those of layers.
+    """
+
+    terms: tuple[_Term, ...]
+    positive: bool = False
+    power: bool = False
+    weighted: bool = False
+
+    @property
+    def degrees(self) -> set[float]:
+        return {term.degree for term in self.terms}
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        return frozenset().union(*(term.inputs for term in self.terms))
+
+    def times(self, other: _Sum) -> _Sum:
+        terms = tuple(one.times(two) for one in self.terms for two in other.terms)
+        power = self.power or other.power or bool(self.inputs and other.inputs)
+        weighted = self.weighted or other.weighted
+        return _Sum(terms, self.positive and other.positive, power, weighted)
+
+
+def sizes_of_powers(main: onnx.GraphProto, names: Iterable[str], scope: Scope) -> dict[str, float]:
+    """Return the sizes up to which the inputs ``names`` of ``main`` have powers that matter.
+
+    Infinite if no size is more usual than another; inputs without such powers are missing.
+    """
+    powers = _Powers(scope, names)
+    for node in main.node:
+        try:
+            powers.add(node)
+        except INVALID:
+            continue
+    return powers.sizes
+
+
+class _Powers:
+    def __init__(self, scope: Scope, names: Iterable[str]) -> None:
+        self.sizes: dict[str, float] = {}
+        self._scope = scope
+        self._sums = {name: _Sum((_Term(frozenset({name}), 1.0),)) for name in names}
+
+    def add(self, node: onnx.NodeProto) -> None:
+        """Follow the values through ``node``."""
+        rule = _RULES.get(node.op_type) if node.domain in graph.STANDARD else None
+        if rule is None or not any(name in self._sums for name in node.input):
+            return
+        operands = [self._operand(name) for name in node.input if name]
+        if None in operands[: _READ.get(node.op_type, 1)]:
+            return
+        result = rule(self, node, [operand or _Sum(()) for operand in operands])
+        if result is None or len(result.terms) > _MAX_TERMS or max(result.degrees) > _MAX_DEGREE:
+            return
+        if all(0 < term.factor < math.inf for term in result.terms):
+            self._sums.update(dict.fromkeys(node.output, result))
+
+    def _operand(self, name: str) -> _Sum | None:
+        if name in self._sums:
+            return self._sums[name]
+        value = self._scope.constant(name)
+        if value is None or value.dtype.kind not in "iuf" or not value.size:
+            return None
+        largest = float(np.abs(value.astype(np.float64)).max())
+        return _Sum((_Term(factor=largest),) if largest else (), bool((value >= 0).all()))
+
+    def sum(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        one, other = operands[:2]
+        is_added = node.op_type == "Add"
+        is_floor = is_added and one.positive and other.positive
+        joined = (one.inputs and other.inputs) or not is_floor
+        # A small number that keeps a square from 0 is no term of its own.
+        kept = (one, other) if joined else [side for side in (one, other) if side.inputs]
+        strongest: dict[tuple[frozenset[str], float], _Term] = {}
+        for term in (term for side in kept for term in side.terms):
+            key = (term.inputs, term.degree)
+            known = strongest.get(key, term)
+            strongest[key] = term if term.factor >= known.factor else known
+        total = _Sum(
+            tuple(strongest.values()),
+            is_floor,
+            one.power or other.power,
+            one.weighted or other.weighted,
+        )
+        if total.power and joined and not is_floor:
+            self._note(total)
+        return total
+
+    def _note(self, total: _Sum) -> None:
+        """Note the size at which the terms of ``total`` are as large as each other."""
+        if len(total.degrees) == 1:
+            self._reach(total.inputs, math.inf)
+        for high in total.terms:
+            for low in total.terms:
+                if high.degree >= 2 and low.degree < high.degree:
+                    ratio = low.factor / high.factor
+                    self._reach(high.inputs, ratio ** (1 / (high.degree - low.degree)))
+
+    def _reach(self, names: Iterable[str], size: float) -> None:
+        for name in names:
+            self.sizes[name] = max(size, self.sizes.get(name, 0.0))
+
+    def divide(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        one, other = operands[:2]
+        if not other.inputs:
+            inverse = (replace(term, factor=1 / term.factor) for term in other.terms)
+            return one.times(_Sum(tuple(inverse), other.positive))
+        is_share = one.degrees == other.degrees and len(one.degrees) == 1
+        if is_share and (one.power or other.power) and not (one.weighted or other.weighted):
+            # What is divided by its own norm may have any.
+            self._reach(one.inputs & other.inputs, math.inf)
+        return None
+
+    def multiply(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        one, other = operands[:2]
+        product = one.times(other)
+        return replace(product, positive=product.positive or node.input[0] == node.input[1])
+
+    def power(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        exponent = self._scope.constant(node.input[1])
+        if exponent is None or exponent.size != 1 or exponent.item() not in (0.5, 1, 2, 3, 4):
+            return None
+        base, number = operands[0], float(exponent.item())
+        if number == 0.5:
+            return self.root(node, operands)
+        result = base
+        for _ in range(int(number) - 1):
+            result = result.times(base)
+        return replace(result, positive=base.positive or number % 2 == 0)
+
+    def root(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        base = operands[0]
+        if len(base.degrees) != 1:
+            return None
+        terms = (replace(t, degree=t.degree / 2, factor=math.sqrt(t.factor)) for t in base.terms)
+        return replace(base, terms=tuple(terms), positive=True)
+
+    def square(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        return replace(operands[0].times(operands[0]), positive=True)
+
+    def norm(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        return self.root(node, [replace(operands[0].times(operands[0]), positive=True)])
+
+    def keep(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        return operands[0]
+
+    def size_of(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        return replace(operands[0], positive=True)
+
+    def negate(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        return replace(operands[0], positive=False)
+
+    def combine(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        """Sums of products with weights, or of two values with each other."""
+        one, other = operands[:2]
+        weights = [side for side in (one, other) if not side.inputs]
+        is_weighted = any(not side.positive for side in weights)
+        return replace(one.times(other), weighted=is_weighted or one.weighted or other.weighted)
+
+
+_Rule = Callable[[_Powers, onnx.NodeProto, Sequence[_Sum]], "_Sum | None"]
+
+_RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(
+        operators.MOVES | operators.EXTREMES | operators.MEANS | {"Cast", "CumSum", "ReduceSum"},
+        _Powers.keep,
+    ),
+    **dict.fromkeys(("Add", "Sub"), _Powers.sum),
+    **dict.fromkeys(("MatMul", "Gemm", "Conv"), _Powers.combine),
+    **dict.fromkeys(("Abs", "Relu"), _Powers.size_of),
+    "Div": _Powers.divide,
+    "Mul": _Powers.multiply,
+    "Neg": _Powers.negate,
+    "Pow": _Powers.power,
+    "ReduceL2": _Powers.norm,
+    "ReduceSumSquare": _Powers.square,
+    "Sqrt": _Powers.root,
+}
+
+_READ = dict.fromkeys(("Add", "Sub", "MatMul", "Gemm", "Conv", "Div", "Mul", "Pow"), 2)
+"""The operators of two operands that are followed."""

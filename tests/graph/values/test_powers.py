@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.values.powers import sizes_of_powers
+from tests.graph.values.test_ranges import all_of
+from tests.models import parsed
+
+VARIANCE = """
+    q = Mul (x, x) square = ReduceMean <axes = [1]> (q) mean = ReduceMean <axes = [1]> (x)
+    product = Mul (mean, mean) y = Sub (square, product)
+"""
+
+DISTANCES = """
+    q = Mul (x, x) s = ReduceSum (q, last) turned = Transpose <perm = [1, 0]> (x)
+    product = MatMul (x, turned) twice = Mul (product, two) y = Sub (s, twice)
+"""
+
+POLYNOMIAL = """
+    q = Mul (x, x) high = Mul (q, a) middle = Mul (x, b) s = Add (high, middle) y = Add (s, c)
+"""
+
+
+def sizes(nodes: str, inputs: str = "float[4, 8] x", **stored: Any) -> dict[str, float]:
+    numbers = {
+        "a": np.float32(1e-4),
+        "b": np.float32(-0.1),
+        "c": np.float32(85),
+        "two": np.float32(2),
+        "last": np.array([1]),
+        "small": np.float32(1e-6),
+    }
+    model = parsed(f"({inputs}) => (float[] y) {{ {nodes} }}", check=False, **numbers, **stored)
+    names = [value.name for value in graph.inputs(model.graph)]
+    inferred = graph.inferred(model)
+    return sizes_of_powers(inferred, names, Scope(inferred, nested=True))
+
+
+@pytest.mark.parametrize("nodes", [VARIANCE, DISTANCES])
+def test_differences_of_squares_are_of_all_sizes(nodes: str) -> None:
+    assert sizes(nodes) == {"x": math.inf}
+
+
+def test_a_polynomial_is_of_the_size_at_which_its_terms_are_equal() -> None:
+    assert sizes(POLYNOMIAL) == {"x": pytest.approx(1000, rel=1e-3)}
+
+
+def test_a_product_of_two_inputs_is_of_both() -> None:
+    found = sizes(
+        """p = Mul (x, z) both = ReduceMean <axes = [1]> (p)
+           one = ReduceMean <axes = [1]> (x) other = ReduceMean <axes = [1]> (z)
+           product = Mul (one, other) y = Sub (both, product)""",
+        "float[4, 8] x, float[4, 8] z",
+    )
+    assert found == {"x": math.inf, "z": math.inf}
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        "n = ReduceL2 <axes = [1]> (x)",
+        "q = Mul (x, x) s = ReduceSum (q, last) n = Sqrt (s)",
+        "s = ReduceSumSquare <axes = [1]> (x) f = Add (s, small) n = Sqrt (f)",
+    ],
+)
+def test_what_is_divided_by_its_own_norm_is_of_all_sizes(norm: str) -> None:
+    assert sizes(f"{norm} y = Div (x, n)") == {"x": math.inf}
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        # No negative summand cancels anything, and a small number only keeps the sum from 0.
+        "q = Mul (x, x) m = ReduceMean <axes = [1]> (q) y = Add (m, small)",
+        "q = Mul (x, x) r = Mul (x, x) y = Add (q, r)",
+        # The result of a layer has the size that training gave it.
+        "h = MatMul (x, weights) q = ReduceSumSquare <axes = [1]> (h) n = Sqrt (q) y = Div (h, n)",
+        "y = Sub (x, a)",
+        "e = Exp (x) q = Mul (e, e) y = Sub (q, e)",
+    ],
+)
+def test_other_powers_have_no_size(nodes: str) -> None:
+    assert sizes(nodes, weights=(8, 8)) == {}
+
+
+def test_larger_floats_are_far_from_the_ordinary() -> None:
+    head = "(float[4, 8] x) => (float[] y)"
+    found = all_of(f"{head} {{ {VARIANCE} }}")["x"]
+    ends = [(far.low, far.high) for far in found.far if not far.centers]
+    assert ends == [(s / 2, s) for s in (32, 128, 512, 2048, 8192, 32768)]
+
+
+def test_pixels_are_no_larger_than_bytes() -> None:
+    head = "(float[1, 1, 16, 16] x) => (float[] y)"
+    nodes = VARIANCE.replace("[1]", "[1, 2, 3]")
+    found = all_of(f"{head} {{ {nodes} }}")["x"]
+    assert max(far.high for far in found.far if not far.centers) == 128
