@@ -97,6 +97,8 @@ def _changed(loader: Any, opener: Opener) -> str:
     ran = [v for v in of_build if (v.about.get("validation") or {}).get("status") == "ran"]
     if not ran:
         return "the build did not open it"
+    if variant.settings.get("optimization") == "all":
+        return 'optimization = "all" is for the processor of the build machine'
     plugins = {v.plugin.get("package") for v in ran}
     for name, version in ((n, text) for v in ran for n, text in v.about["compiled_with"].items()):
         is_runtime = name.startswith("onnxruntime") and name not in plugins

@@ -1,18 +1,20 @@
-"""``epcontext doctor``: what this environment, or a library, can compile for."""
+"""``epcontext doctor``: what this environment, or a library, can compile for, and what a wheel does here."""
 
 from __future__ import annotations
 
 import json
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
+from typing import NamedTuple
 
 import click
 
 import hatch_epcontext
-from hatch_epcontext.cli._common import echo
+from hatch_epcontext.cli._common import echo, show_table, warn
 from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.errors import (
     ROOT,
@@ -33,28 +35,59 @@ from hatch_epcontext.jobs.requirements import (
 )
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.text import file_name, quoted_key, to_toml
+from hatch_epcontext.text import file_name, listing, quoted_key, to_toml
 from hatch_epcontext.tools.environment import (
     TIMEOUT,
+    Machine,
     ProviderState,
     describe_machine,
-    provider_states,
+    examine,
+    read_machine,
     versions,
 )
-from hatch_epcontext.worker.requests import DevicesRequest, EpDevice
+from hatch_epcontext.tools.expecting import (
+    Expectation,
+    expect,
+    opens_nothing,
+    read_wheel,
+    this_machine,
+)
+from hatch_epcontext.worker.requests import EpDevice, LibraryRequest
+
+_EXAMPLES = """\b
+Examples:
+  epcontext doctor --json > board.json
+  epcontext doctor my_app-1.0-py3-none-any.whl --devices board.json --devices pc.json
+"""
 
 
-@click.command("doctor")
+@click.command("doctor", epilog=_EXAMPLES)
+@click.argument("wheel", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--devices",
+    "files",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="With WHEEL: the machine that epcontext doctor --json described in FILE, instead of this one; "
+    "repeatable.",
+)
 @click.option(
     "--library",
     metavar="PATH",
     help="Instead: show what this library of a plugin EP offers. A file, or a package with "
     "get_library_path().",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print this machine as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print this machine, or the table, as JSON.")
 @click.pass_context
-def command(ctx: click.Context, library: str | None, as_json: bool) -> None:
-    """Show what this environment can compile for.
+def command(
+    ctx: click.Context,
+    wheel: Path | None,
+    files: tuple[Path, ...],
+    library: str | None,
+    as_json: bool,
+) -> None:
+    """Show what this environment can compile for, and what a wheel does.
 
     Shows ONNX Runtime, and the EPs with their devices or the reason for none. The exit code is 1 if there are
     problems.
@@ -63,24 +96,38 @@ def command(ctx: click.Context, library: str | None, as_json: bool) -> None:
     packages with their versions, each provider's devices with all that ONNX Runtime knows of them, and the
     problems.
 
+    With WHEEL it says what load does with each target of the wheel's models in this environment: it opens,
+    cannot open, or that is unknown until it is opened. It runs no code of the wheel, and opens no session.
+    Several --devices make a table of targets and machines. The exit code is 1 if no target of some model can
+    be opened on one of the machines, and 2 if a file describes no machine.
+
     With --library it lists the devices of any plugin EP, and prints the targets for pyproject.toml that use
     them.
     """
-    if library is not None and as_json:
-        raise click.UsageError("--json describes this machine, and not a library.")
-    if library is None:
-        states = provider_states()
-        problems = _problems(states)
-        if as_json:
-            machine = to_plain(describe_machine(states, problems))
-            click.echo(json.dumps(machine, indent=2))
-            ctx.exit(1 if problems else 0)
+    if library is not None and (as_json or wheel):
+        raise click.UsageError("--library takes neither a wheel nor --json.")
+    if files and wheel is None:
+        raise click.UsageError("--devices needs a wheel.")
+    if wheel is not None:
+        ctx.exit(_show_wheel(wheel, files, as_json))
+    if library is not None:
+        _show_library(library)
+        return
+    runtime, states = examine()
+    problems = _problems(states)
+    if as_json:
+        machine = to_plain(describe_machine(runtime, states, problems))
+        click.echo(json.dumps(machine, indent=2))
+    else:
         _show(states)
         if problems:
             echo("problems:")
         for problem in problems:
             echo(f"  - {indent(str(problem), '    ').lstrip()}", lines=True)
-        ctx.exit(1 if problems else 0)
+    ctx.exit(1 if problems else 0)
+
+
+def _show_library(library: str) -> None:
     name, devices = _describe_library(library)
     echo(f"{library} is registered as {name}, and offers:")
     for device in devices:
@@ -88,6 +135,67 @@ def command(ctx: click.Context, library: str | None, as_json: bool) -> None:
     echo("These targets use it; compile a model with -p plugin to try it:")
     for table in _target_tables(library, devices):
         echo(f"\n{table}", lines=True)
+
+
+def _show_wheel(path: Path, files: tuple[Path, ...], as_json: bool) -> int:
+    """Print what becomes of the targets of the wheel at ``path``; the exit code."""
+    wheel = read_wheel(path)
+    stems = Counter(file.stem for file in files)
+    names = [file.stem if stems[file.stem] == 1 else str(file) for file in files]
+    machines = dict(zip(names, map(read_machine, files), strict=True))
+    machines = machines or {"this machine": this_machine(wheel)}
+    expected = {name: expect(wheel, machine) for name, machine in machines.items()}
+    rows = [_Row(e.package, e.model, e.target) for e in next(iter(expected.values()))]
+    cells = {name: dict(zip(rows, answers, strict=True)) for name, answers in expected.items()}
+    if as_json:
+        targets = [
+            {
+                **row._asdict(),
+                "machines": {
+                    name: {"answer": answers[row].answer, "reason": answers[row].reason}
+                    for name, answers in cells.items()
+                },
+            }
+            for row in rows
+        ]
+        click.echo(json.dumps({"wheel": path.name, "targets": targets}, indent=2))
+    else:
+        _show_table(machines, rows, cells)
+    failed = {name: models for name, e in expected.items() if (models := opens_nothing(e))}
+    for name, models in failed.items():
+        warn(f"{name}: load raises an error for {listing(models)}, because no target opens")
+    return 1 if failed else 0
+
+
+class _Row(NamedTuple):
+    """The folder of a model package in a wheel, a model and a target of it."""
+
+    package: str
+    model: str
+    target: str
+
+
+def _show_table(
+    machines: Mapping[str, Machine],
+    rows: Sequence[_Row],
+    cells: Mapping[str, Mapping[_Row, Expectation]],
+) -> None:
+    for name, machine in machines.items():
+        runtime = f"onnxruntime {machine.runtime.version}" if machine.runtime else ""
+        facts = (machine.system, machine.chip or machine.machine, runtime)
+        echo(f"{name}: {', '.join(filter(None, facts))}")
+    several = len({row.package for row in rows}) > 1
+    models = {row: f"{row.package}: {row.model}" if several else row.model for row in rows}
+    answers = ((models[row], row.target, *(cells[n][row].answer for n in cells)) for row in rows)
+    show_table(("model", "target", *cells), answers)
+    for row in rows:
+        # Machines that say the same are in one line.
+        names: dict[tuple[str, str], list[str]] = {}
+        for name, expected in cells.items():
+            names.setdefault((expected[row].answer, expected[row].reason), []).append(name)
+        for (answer, reason), same in names.items():
+            where = f" on {listing(same)}" if len(cells) > 1 else ""
+            echo(f"{models[row]} for {row.target}: {answer}{where}, {reason}")
 
 
 def _show(states: Iterable[ProviderState]) -> None:
@@ -143,7 +251,7 @@ def _describe_library(library: str) -> tuple[str, tuple[EpDevice, ...]]:
         message, hint = "is not a file.", "A path has a slash, or ends with .so, .dll or .dylib."
         raise ConfigError(Problem(Kind.FILE_NOT_FOUND, f"--library {library}", message, hint))
     check_environment((), INSPECTION)
-    request = DevicesRequest(path=path, module="" if path else library)
+    request = LibraryRequest(path, "" if path else library)
     with temp_dir() as folder:
         reply = Workers(TIMEOUT).call(request, folder / "library", location=f"library {library}")
     ((name, offered),) = reply.items()

@@ -1,26 +1,47 @@
-"""The providers in this environment: their packages, their devices, and the reasons for none."""
+"""The providers in this environment: their packages, their devices, and the reasons for none.
+
+And machines, of which a file has all this.
+"""
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 
 from packaging.requirements import Requirement
+from packaging.tags import platform_tags
 
 import hatch_epcontext
-from hatch_epcontext.errors import BuildError, Problem
-from hatch_epcontext.files import temp_dir
+from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
+from hatch_epcontext.files import known_text, read_regular, temp_dir
 from hatch_epcontext.jobs.artifact import GENERATOR
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, installed
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
-from hatch_epcontext.worker.requests import Devices, DevicesRequest, EpDevice
+from hatch_epcontext.serialize import from_json, to_plain
+from hatch_epcontext.text import show_size
+from hatch_epcontext.worker.requests import (
+    Devices,
+    DevicesReply,
+    DevicesRequest,
+    EpDevice,
+    Runtime,
+)
 
 TIMEOUT = 120.0
 """Seconds for loading one EP's library."""
+
+_MAX_SIZE = 10**7
+"""The bytes of a file with a machine; one with ten EPs has 20,000."""
+
+_MAX_REASON = 160
+"""Characters of the reason why a file describes no machine."""
 
 _NAMED = "The configuration names its library: epcontext doctor --library PATH shows one."
 
@@ -31,7 +52,8 @@ class ProviderState:
 
     ``simulated``: a simulator runs what is compiled, so its devices are no hardware.
     ``package``: the installed distribution that contains it, with its version; ``reason``: why there
-    are no ``devices``, or why it cannot compile although there are some.
+    are no ``devices``, or why it cannot compile although there are some. ``module``: the import package of a
+    plugin EP; ``is_all``: whether apps find no other devices.
     """
 
     provider: str
@@ -40,13 +62,17 @@ class ProviderState:
     devices: tuple[EpDevice, ...] = ()
     reason: str | None = None
     simulated: bool = False
+    module: str = ""
+    is_all: bool = False
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, as `doctor --json` writes it: ``platform`` is Python's ``sys.platform``.
+    """A machine, as `doctor --json` writes it: ``platform`` is Python's ``sys.platform``.
 
-    ``packages``: the installed distributions of ONNX Runtime, EPs and tools, with their versions.
+    ``packages``: the installed distributions of ONNX Runtime, EPs and tools, with their versions. Files of
+    earlier versions lack the rest. ``tags``: the platforms of the wheels that pip installs there; ``chip``:
+    its name; ``runtime``: None if ONNX Runtime cannot be imported.
     """
 
     generator: str
@@ -57,10 +83,15 @@ class Machine:
     packages: Mapping[str, str]
     providers: tuple[ProviderState, ...]
     problems: tuple[Mapping[str, str | None], ...]
+    tags: tuple[str, ...] = ()
+    chip: str | None = None
+    runtime: Runtime | None = None
 
 
-def describe_machine(states: Iterable[ProviderState], problems: Iterable[Problem]) -> Machine:
-    """This machine with the providers in ``states``."""
+def describe_machine(
+    runtime: Runtime | None, states: Iterable[ProviderState], problems: Iterable[Problem] = ()
+) -> Machine:
+    """This machine with its ONNX Runtime, and the providers in ``states``."""
     states = tuple(states)
     names = [state.package.partition(" ")[0] for state in states if state.package]
     tools = (Requirement(tool).name for tool in TOOLS)
@@ -76,33 +107,94 @@ def describe_machine(states: Iterable[ProviderState], problems: Iterable[Problem
             {"id": p.kind.id, "location": p.location, "message": p.message, "hint": p.hint}
             for p in problems
         ),
+        tuple(platform_tags()),
+        _chip(),
+        runtime,
     )
+
+
+def _chip() -> str | None:
+    """The name of this machine's chip, as the system knows it."""
+    if sys.platform == "win32":
+        import winreg
+
+        path = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+        try:
+            with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, path) as key:
+                return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip() or None
+        except OSError:
+            return platform.processor() or None
+    # A board's device tree, and else the processor.
+    board = known_text(Path("/sys/devices/soc0/machine")) or known_text(
+        Path("/proc/device-tree/model")
+    )
+    lines = (known_text(Path("/proc/cpuinfo")) or "").splitlines()
+    names = (line.partition(":")[2] for line in lines if line.startswith("model name"))
+    return (board or next(names, platform.processor())).strip(" \n\0") or None
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine that `doctor --json` wrote into ``path``; raises ConfigError for any other file."""
+    try:
+        if path.stat().st_size > _MAX_SIZE:
+            raise ValueError(f"it has more than {show_size(_MAX_SIZE)}")  # noqa: TRY301
+        machine = from_json(read_regular(path), Machine)
+        # Python reads half characters, which nothing prints.
+        json.dumps(to_plain(machine), ensure_ascii=False).encode()
+    except (OSError, ValueError) as error:
+        message = f"epcontext doctor --json did not write it: {shorten(str(error), _MAX_REASON)}"
+        hint = "Write it there anew: epcontext doctor --json > machine.json"
+        problem = Problem(Kind.UNREADABLE_FILE, f"--devices {path}", message, hint)
+        raise ConfigError(problem) from error
+    return machine
 
 
 def provider_states() -> list[ProviderState]:
     """All providers, as they are in this environment."""
-    packages = {
-        name: package
-        for name, provider in PROVIDERS.items()
-        if not provider.needs_library and (package := _package(provider))
-    }
-    with temp_dir() as folder:
-        devices = _devices(tuple(packages), folder) if versions(DISTRIBUTIONS) else {}
-    return [
+    return examine()[1]
+
+
+def examine(
+    compatibility: Mapping[str, tuple[str, ...]] | None = None,
+) -> tuple[Runtime | None, list[ProviderState]]:
+    """The ONNX Runtime in this environment, and all providers.
+
+    ``compatibility``: the strings of contexts, by provider, about which its EP is asked.
+    """
+    packages = {name: _package(p) for name, p in PROVIDERS.items() if not p.needs_library}
+    asked = tuple(name for name, package in packages.items() if package or _is_there(name))
+    devices, runtime = dict[str, Devices](), None
+    if versions(DISTRIBUTIONS):
+        request = DevicesRequest(asked, compatibility or {})
+        with temp_dir() as folder:
+            runtime, devices = _devices(request, folder)
+    return runtime, [
         _state(provider, packages.get(name), devices.get(name))
         for name, provider in PROVIDERS.items()
     ]
 
 
-def _devices(providers: tuple[str, ...], folder: Path) -> Mapping[str, Devices]:
-    """The devices of ``providers``, of one worker; of one each if a library ends that, to know which one."""
-    request, location = DevicesRequest(providers), ", ".join(providers)
+def _is_there(provider: str) -> bool:
+    """Whether the package of a plugin EP is there, by whatever distribution."""
+    plugin = PROVIDERS[provider].plugin
+    return plugin is not None and find_spec(plugin.module) is not None
+
+
+def _devices(request: DevicesRequest, folder: Path) -> tuple[Runtime | None, dict[str, Devices]]:
+    """ONNX Runtime and the devices, of one worker; of one each if a library ends that, to know which one."""
+    location = ", ".join(request.providers)
     try:
-        return Workers(TIMEOUT).call(request, folder / location, location=location)
+        reply: DevicesReply = Workers(TIMEOUT).call(request, folder / location, location=location)
     except BuildError as error:
-        if len(providers) == 1:
-            return {providers[0]: Devices(reason=error.problems[0].message)}
-        return {name: _devices((name,), folder)[name] for name in providers}
+        if len(request.providers) == 1:
+            return None, {location: Devices(reason=error.problems[0].message)}
+        alone = [
+            _devices(DevicesRequest((name,), request.compatibility), folder)
+            for name in request.providers
+        ]
+        runtimes = (runtime for runtime, _ in alone if runtime is not None)
+        return next(runtimes, None), {n: d for _, devices in alone for n, d in devices.items()}
+    return reply.runtime, dict(reply.devices)
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
@@ -111,15 +203,24 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def _state(provider: Provider, package: str | None, devices: Devices | None) -> ProviderState:
+    plugin = provider.plugin
     if provider.needs_library:
         return ProviderState(provider.name, provider.ep, None, reason=_NAMED)
     if devices is None:
         needed = " and ".join(provider.requirements or (provider.distributions[0],))
-        reason = f"{needed} is not installed."
-        return ProviderState(provider.name, provider.ep, None, reason=reason)
+        # There Windows ML may have it.
+        devices = Devices((), f"{needed} is not installed.", sys.platform != "win32")
     is_simulated = bool(provider.simulator) and provider.runs_on(sys.platform, platform.machine())
-    own = provider.name, provider.ep, package, devices.devices, devices.reason
-    return ProviderState(*own, bool(devices.devices) and is_simulated)
+    return ProviderState(
+        provider.name,
+        provider.ep,
+        package,
+        devices.devices,
+        devices.reason,
+        bool(devices.devices) and is_simulated,
+        plugin.module if plugin else "",
+        devices.is_all,
+    )
 
 
 def _package(provider: Provider) -> str | None:

@@ -337,7 +337,8 @@ class EpDevice:
     """A device that ``ep`` offers. ``kind``: ``"cpu"``, ``"gpu"`` or ``"npu"``; ``text``: a description.
 
     ``vendor`` and ``metadata`` are those of the hardware and the EP; ``hardware``: the numbers
-    of the vendor and the device on PCI, or 0.
+    of the vendor and the device on PCI, or 0. ``refused``: of the compatibility strings that were asked for,
+    those of contexts that it cannot run, as the EP says.
     """
 
     ep: str
@@ -346,27 +347,60 @@ class EpDevice:
     vendor: str = ""
     hardware: tuple[int, int] = (0, 0)
     metadata: Mapping[str, str] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Devices:
     """What an EP's library offers on this machine, and the ``reason`` why it offers nothing, or why it cannot
     compile although it offers something.
+
+    ``is_all``: whether an app that registers the library itself finds no other devices.
     """
 
     devices: tuple[EpDevice, ...] = ()
     reason: str | None = None
+    is_all: bool = False
 
 
 @dataclass(frozen=True)
-class DevicesRequest(WorkerRequest[Mapping[str, Devices]], action="devices"):
-    """Load the libraries of ``providers``, by their names, and list their devices.
+class Runtime:
+    """The ONNX Runtime that is installed: its version, and the EPs that are part of it.
 
-    Also those of an unknown library, if one is named by its ``path`` or by its package ``module``, with the
-    name under which it was registered.
+    ``lists_devices``: whether it has plugin EPs, whose devices it lists.
     """
 
-    providers: tuple[str, ...] = ()
+    version: str
+    eps: tuple[str, ...]
+    lists_devices: bool
+
+
+@dataclass(frozen=True)
+class DevicesReply:
+    """ONNX Runtime, and the devices of each provider that was asked for."""
+
+    runtime: Runtime
+    devices: Mapping[str, Devices]
+
+
+@dataclass(frozen=True)
+class DevicesRequest(WorkerRequest[DevicesReply], action="devices"):
+    """Load the libraries of ``providers``, by their names, and list their devices.
+
+    ``compatibility``: the strings of contexts, by provider, about which its EP is asked.
+    """
+
+    providers: tuple[str, ...]
+    compatibility: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LibraryRequest(WorkerRequest[Mapping[str, Devices]], action="library"):
+    """Load the unknown library of an EP, at its ``path`` or in its package ``module``, and list its devices.
+
+    The key of the reply is the name under which it was registered.
+    """
+
     path: str = ""
     module: str = ""
 

@@ -183,9 +183,7 @@ def add_built_in(
     if provider.ep == "CPUExecutionProvider":
         result.add_provider(provider.ep, dict(provider_options))
         return
-    # Libraries that pip installed are not on the search path of the system's loader.
-    if hasattr(ort, "preload_dlls"):
-        ort.preload_dlls()
+    preload()
     try:
         result.add_provider(provider.ep, dict(provider_options))
     except Exception as error:
@@ -195,6 +193,12 @@ def add_built_in(
         name = f"{name}.dll" if sys.platform == "win32" else f"lib{name}.so"
         library = Path(ort.__file__).parent / "capi" / name
         raise UnavailableError(unloadable(provider.ep, str(error), library)) from error
+
+
+def preload() -> None:
+    """Load libraries of CUDA that pip installed: they are not on the search path of the system's loader."""
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
 
 
 def _devices(provider: Provider, settings: CompileSettings) -> list[Any]:
@@ -244,17 +248,20 @@ def describe_device(device: Any) -> str:
 def incompatible(target: Target, compatibility: str) -> str | None:
     """Why the EP's device cannot run a context with this compatibility string, if the EP reports that."""
     provider = target.provider
-    devices = _devices(provider, target.settings)
+    if not refuses(_devices(provider, target.settings), compatibility):
+        return None
+    return f"{provider.ep} reports that its device or its version cannot run what was compiled"
+
+
+def refuses(devices: list[Any], compatibility: str) -> bool:
+    """Whether the EP of ``devices`` says that they cannot run a context with this compatibility string."""
     try:
         from onnxruntime.capi._pybind_state import get_model_compatibility_for_ep_devices as compare
 
-        answer = compare(devices[:1], compatibility).name
+        return bool(compare(devices, compatibility).name == "EP_UNSUPPORTED")
     except Exception:
-        # Opening it shows whether the device can run it.
-        return None
-    if answer != "EP_UNSUPPORTED":
-        return None
-    return f"{provider.ep} reports that its device or its version cannot run what was compiled"
+        # Opening it shows whether they can.
+        return False
 
 
 def incompatibilities(ep: str) -> Iterator[str]:

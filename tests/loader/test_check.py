@@ -81,6 +81,7 @@ def compare(app: Any, **arguments: Any) -> list[str]:
         ({"cpu": changed(BUILT, validation=None)}, {}, "unknown unknown"),
         ({"cpu": changed(BUILT, validation="ran")}, {}, "unknown unknown"),
         ({"cpu": changed(BUILT, compiled_with=[])}, {}, "unknown unknown"),
+        ({"cpu": changed(BUILT, settings={"optimization": "all"})}, {}, "unknown opens"),
         ({"npu": SIMULATED}, {}, "cannot opens"),
         ({"npu": NPU, "cpu": BUILT}, {"target": "source"}, "opens"),
         ({"cpu": changed(BUILT, compiled_with={"onnxruntime": "99.0"})}, {}, "unknown unknown"),

@@ -1,11 +1,8 @@
-"""List the devices that EPs offer on this machine: known ones, and those of an unknown library."""
+"""List the devices that known EPs offer on this machine."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +11,68 @@ import onnxruntime as ort
 from hatch_epcontext.errors import UnavailableError
 from hatch_epcontext.providers import PROVIDERS, MissingLibrary, Plugin, Provider
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.requests import Devices, DevicesRequest, EpDevice
+from hatch_epcontext.worker.requests import (
+    Devices,
+    DevicesReply,
+    DevicesRequest,
+    EpDevice,
+    Runtime,
+)
 from hatch_epcontext.worker.session import (
     add_built_in,
     describe_device,
     incompatibilities,
     library_of,
-    load,
     missing_for,
+    preload,
+    refuses,
     register,
 )
 
-_AFFIXES = re.compile(r"^(lib)?(onnxruntime_(providers_|ep_)?)?|(_ep)?(_plugin)?$")
-"""What a library's name has around that of its EP."""
+
+def handle(request: DevicesRequest) -> DevicesReply:
+    """Load the libraries, and return the devices of their EPs, or the reasons for none."""
+    runtime = Runtime(
+        ort.__version__, tuple(ort.get_available_providers()), hasattr(ort, "get_ep_devices")
+    )
+    devices = {
+        name: _list_devices(PROVIDERS[name], runtime, request.compatibility.get(name, ()))
+        for name in request.providers
+    }
+    return DevicesReply(runtime, devices)
 
 
-def handle(request: DevicesRequest) -> Mapping[str, Devices]:
-    """Load the libraries, and return the devices of their EPs, or the reasons for none.
-
-    Raises UnavailableError when the unknown library cannot be loaded.
-    """
-    if request.path or request.module:
-        return _describe(request.path, request.module)
-    return {name: _list_devices(PROVIDERS[name]) for name in request.providers}
-
-
-def _list_devices(provider: Provider) -> Devices:
+def _list_devices(provider: Provider, runtime: Runtime, compatibility: Sequence[str]) -> Devices:
+    if provider.plugin is not None and not runtime.lists_devices:
+        reason = f"onnxruntime {runtime.version} is too old for {provider.ep}"
+        return Devices(reason=f"{reason}.", is_all=True)
+    before = len(ort.get_ep_devices()) if runtime.lists_devices else 0
     try:
         if provider.plugin is None:
             add_built_in(ort.SessionOptions(), provider, {})
             # Such an EP does not list its devices before a session is opened.
             return Devices((EpDevice(provider.ep, "", f"{provider.ep} loads"),))
+        # As apps do.
+        preload()
         register(provider.plugin, provider.ep)
     except UnavailableError as error:
         problem = error.problems[0]
-        return Devices(reason="\n".join(filter(None, [problem.message, problem.advice()])))
-    if devices := _offered(d for d in ort.get_ep_devices() if d.ep_name == provider.ep):
-        return Devices(devices, "\n".join(_missing_in_package(provider.plugin)) or None)
+        reason = "\n".join(filter(None, [problem.message, problem.advice()]))
+        # The loader also takes the devices of its library that have the name of another EP.
+        is_all = runtime.lists_devices and len(ort.get_ep_devices()) == before
+        return Devices(reason=reason, is_all=is_all)
+    own = [device for device in ort.get_ep_devices() if device.ep_name == provider.ep]
+    if devices := describe_devices(own, compatibility):
+        return Devices(devices, "\n".join(_missing_in_package(provider.plugin)) or None, True)
     needs = [f"It needs {provider.needs}."] if provider.needs else []
     reasons = [f"{provider.ep} finds no device.", *needs, *incompatibilities(provider.ep)]
-    return Devices(reason="\n".join(reasons))
+    return Devices(reason="\n".join(reasons), is_all=True)
 
 
-def _offered(devices: Iterable[Any]) -> tuple[EpDevice, ...]:
+def describe_devices(
+    devices: Iterable[Any], compatibility: Sequence[str] = ()
+) -> tuple[EpDevice, ...]:
+    """What ONNX Runtime knows of ``devices``, and which of the contexts' strings each of them refuses."""
     return tuple(
         EpDevice(
             device.ep_name,
@@ -71,6 +87,7 @@ def _offered(devices: Iterable[Any]) -> tuple[EpDevice, ...]:
                 for name, value in facts.items()
                 if name != "library_path"
             },
+            tuple(text for text in compatibility if refuses([device], text)),
         )
         for device in devices
     )
@@ -93,19 +110,3 @@ def _missing_in_package(plugin: Plugin) -> list[str]:
         f"{lacking} is missing, and {listing(names)} of {plugin.package} cannot be loaded. {lacking.advice}"
         for lacking, names in needed.items()
     ]
-
-
-def _describe(path: str, module: str) -> dict[str, Devices]:
-    stem = Path(path or module).name.split(".")[0]
-    name = _own_name(module) or _AFFIXES.sub("", stem) or "ep"
-    devices = _offered(load(Plugin(module, module or path, name, path), None))
-    return {name: Devices(devices, "\n".join(incompatibilities(name)) or None)}
-
-
-def _own_name(module: str) -> str | None:
-    """The EP that the package ``module`` names first, in the way that packages of plugin EPs share."""
-    for function in ("get_ep_name", "get_ep_names") if module else ():
-        with contextlib.suppress(Exception):
-            names = getattr(importlib.import_module(module), function)()
-            return str(names if isinstance(names, str) else names[0])
-    return None

@@ -1,0 +1,286 @@
+"""What the loader does with each target of a wheel on a machine, without a session and without the loader.
+
+``_check.py``, which is copied into apps, says the same with an ONNX Runtime at hand; a test compares both.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.tags import Tag
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+from hatch_epcontext.errors import InspectionError, Kind, Problem
+from hatch_epcontext.package.manifest import ModelPackage, Variant
+from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata
+from hatch_epcontext.providers import PROVIDERS, Plugin
+from hatch_epcontext.serialize import from_plain, to_plain
+from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, Device
+from hatch_epcontext.text import listing
+from hatch_epcontext.tools.environment import Machine, ProviderState, describe_machine, examine
+from hatch_epcontext.tools.inspecting import inspect, verify
+from hatch_epcontext.worker.requests import Runtime
+from hatch_epcontext.worker.results import ValidationStatus
+
+Answer = Literal["opens", "cannot", "unknown"]
+
+_Result = tuple[Answer, str]
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What becomes of a ``target`` of a ``model``, and why. ``unknown``: only opening it shows that.
+
+    ``package``: the folder in the wheel of the model package that has the model.
+    """
+
+    package: str
+    model: str
+    target: str
+    answer: Answer
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel with models: its packages by folder, its tags, and the versions of Python that it needs."""
+
+    path: Path
+    packages: Mapping[str, ModelPackage]
+    tags: frozenset[Tag]
+    python: SpecifierSet
+
+
+def read_wheel(path: Path) -> Wheel:
+    """The wheel at ``path``, whose files were compared with its records; none of its code runs.
+
+    Raises InspectionError for anything else, and for a wheel that is damaged, or that pip refuses to read.
+    """
+    try:
+        tags = parse_wheel_filename(path.name)[-1]
+    except InvalidWheelFilename as error:
+        message = f"has no name of a wheel ({error}), and pip installs nothing else."
+        raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message)) from error
+    inspection = inspect(path)
+    verify(path, inspection)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (name,) = (
+                n for n in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", n)
+            )
+            metadata = ProjectMetadata.read(archive.read(name).decode())
+        python = SpecifierSet(metadata.requires_python or "")
+    except (OSError, *DAMAGED_ARCHIVE, ValueError, InvalidSpecifier) as error:
+        message = f"its METADATA cannot be read: {error}."
+        raise InspectionError(Problem(Kind.INVALID_WHEEL, str(path), message)) from error
+    return Wheel(path, inspection.packages, tags, python)
+
+
+def this_machine(wheel: Wheel) -> Machine:
+    """This machine, whose EPs were asked about the contexts of ``wheel``."""
+    asked: dict[str, list[str]] = {}
+    components = (c for package in wheel.packages.values() for c in package.components.values())
+    for variant in itertools.chain.from_iterable(c.variants.values() for c in components):
+        if (about := variant.about) and about.compares and variant.compatibility_string:
+            for name in (name for name, known in PROVIDERS.items() if known.ep == variant.ep):
+                asked.setdefault(name, []).append(variant.compatibility_string)
+    strings = {name: tuple(dict.fromkeys(texts)) for name, texts in asked.items()}
+    return describe_machine(*examine(strings))
+
+
+def expect(wheel: Wheel, machine: Machine) -> list[Expectation]:
+    """What ``load`` does with each target of ``wheel`` there, if none before it is opened.
+
+    It has no arguments, and the app registers no EP's library itself.
+    """
+    refusal = _refused_by_pip(wheel, machine)
+    expectations = []
+    for folder, package in wheel.packages.items():
+        for (model, target), (component, variant) in _firsts(package).items():
+            answer: _Result
+            if refusal:
+                answer = "cannot", refusal
+            elif isinstance(variant, str):
+                answer = "unknown", f"it is in the wheel of {variant}"
+            elif machine.runtime is None:
+                answer = "unknown", "nothing is known of an ONNX Runtime there"
+            elif variant.ep != CPU_EP:
+                answer = _expect_device(variant, machine, machine.runtime)
+            else:
+                # In the build the source ran beside what was compiled of it.
+                of_model = tuple(package.components[component].variants.values())
+                built = of_model if target == SOURCE else (variant,)
+                doubt = (
+                    _doubt_wheel(wheel, machine)
+                    or _doubt_build(built, machine.runtime)
+                    or _doubt_files(wheel, folder, variant)
+                )
+                answer = ("unknown", doubt) if doubt else ("opens", f"{CPU_EP} on cpu")
+            expectations.append(Expectation(folder, model, target, *answer))
+    return expectations
+
+
+def _firsts(package: ModelPackage) -> dict[tuple[str, str], tuple[str, Variant | str]]:
+    """For each model and target the component and the variant that ``load`` opens without ``shapes``.
+
+    Instead of a variant in a companion, what installs that.
+    """
+    firsts: dict[tuple[str, str], tuple[str, Variant | str]] = {}
+    for name, component in package.components.items():
+        modules, own = component.about.modules, component.variants
+        for target in dict.fromkeys((*modules, *own)):
+            if module := modules.get(target):
+                companion = package.about.companions.get(module, module)
+                firsts.setdefault((component.about.model, target), (name, companion))
+            elif target in own:
+                firsts.setdefault((component.about.model, target), (name, own[target]))
+    return firsts
+
+
+def _refused_by_pip(wheel: Wheel, machine: Machine) -> str:
+    platforms = sorted({tag.platform for tag in wheel.tags})
+    if machine.tags and "any" not in platforms and set(platforms).isdisjoint(machine.tags):
+        return f"the wheel is for {listing(platforms)}"
+    if (python := _python(machine)) and not wheel.python.contains(python, prereleases=True):
+        return f"the wheel needs Python {wheel.python}"
+    return ""
+
+
+def _python(machine: Machine) -> str:
+    # A build of Python's own repository has a "+" behind it.
+    release = re.match(r"\d+(\.\d+)*", machine.python)
+    return release[0] if release else ""
+
+
+@dataclass(frozen=True)
+class _Settings:
+    device: Device | None = None
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What decides about devices, of a variant, or of a language model that an EP runs as it is."""
+
+    plugin: Plugin | None = None
+    settings: _Settings = field(default_factory=_Settings)
+    needs_device: bool = False
+    compares: bool = False
+
+
+def _expect_device(variant: Variant, machine: Machine, runtime: Runtime) -> _Result:
+    """As `Opener.find_devices` and `_add_devices` of the loader, for any EP but the CPU's."""
+    try:
+        facts = from_plain(to_plain(variant.additional_metadata[METADATA]), _Facts)
+    except ValueError as error:
+        return "unknown", f"the manifest is not as this version writes it: {error}"
+    if variant.ep in runtime.eps:
+        return "unknown", f"only opening it shows what {variant.ep} does"
+    if not runtime.lists_devices:
+        return "cannot", f"onnxruntime {runtime.version} is too old for {variant.ep}"
+    if facts.plugin is None:
+        without = f"onnxruntime {runtime.version} does not contain {variant.ep}"
+        is_windows = machine.platform == "win32"
+        return ("unknown", f"{without}, but Windows ML may") if is_windows else ("cannot", without)
+    own = variant.ep, facts.plugin.module
+    states = (state for state in machine.providers if (state.ep, state.module) == own)
+    state = next(states, None) if facts.plugin.module else None
+    if state is None:
+        return "unknown", f"nothing is known of the library of {variant.ep} there"
+    return _expect_on(state, variant, facts)
+
+
+def _expect_on(state: ProviderState, variant: Variant, facts: _Facts) -> _Result:
+    """The same for an EP whose library is known there."""
+    ep, device = variant.ep, facts.settings.device or variant.device or "any"
+    reason = " ".join((state.reason or f"{ep} finds no device").split()).rstrip(".")
+    if not state.devices or not state.is_all:
+        return "cannot" if state.is_all else "unknown", reason
+    fitting = [offered for offered in state.devices if offered.kind == device]
+    if device == "any" and not facts.needs_device:
+        fitting = fitting or [*state.devices]
+    if not fitting:
+        kinds = listing(sorted({offered.kind for offered in state.devices}))
+        return "cannot", f"{ep} finds no {'device' if device == 'any' else device}, only {kinds}"
+    compatibility = variant.compatibility_string or ""
+    if facts.compares and compatibility in fitting[0].refused:
+        return "cannot", f"{ep} there says that it cannot run {compatibility[:40]}"
+    best = f"{fitting[0].kind} ({fitting[0].vendor or 'unknown'})"
+    return "unknown", f"{ep} finds {best}; only opening it shows whether it fits"
+
+
+def _doubt_wheel(wheel: Wheel, machine: Machine) -> str:
+    """Why pip may refuse the wheel."""
+    tags = listing(sorted(map(str, wheel.tags)))
+    if "py3" not in {tag.interpreter for tag in wheel.tags}:
+        return f"the wheel is for {tags}"
+    if not machine.tags and "any" not in {tag.platform for tag in wheel.tags}:
+        return f"the wheel is for {tags}, and nothing is known of the platform there"
+    if wheel.python and not _python(machine):
+        return f"the wheel needs Python {wheel.python}, and nothing is known of that there"
+    return ""
+
+
+def _doubt_build(built: Iterable[Variant], runtime: Runtime) -> str:
+    """Why ONNX Runtime need not open what the build opened: of these variants, or beside them."""
+    every = (variant.about for variant in built)
+    ran = [about for about in every if about and about.validation.status is ValidationStatus.RAN]
+    if not ran:
+        return "the build did not open it"
+    plugins = {about.plugin.package for about in ran if about.plugin}
+    for about in ran:
+        for name, version in about.compiled_with.items():
+            is_runtime = name.startswith("onnxruntime") and name not in plugins
+            if is_runtime and _numbers(runtime.version) < _numbers(version):
+                return f"the build had {name} {version}, and {runtime.version} is there"
+    return ""
+
+
+def _doubt_files(wheel: Wheel, folder: str, variant: Variant) -> str:
+    package = wheel.packages[folder]
+    if package.layout != "portable":
+        return "the models of an editable install are elsewhere"
+    if variant.about and variant.about.settings.optimization == "all":
+        return 'optimization = "all" is for the processor of the build machine'
+    own, components = f"{variant.variant_directory}/", package.components.values()
+    others = {v.model_file for c in components for v in c.variants.values()} - {variant.model_file}
+    for name, recorded in package.files.items():
+        if not name.startswith(own) or name.startswith(f"{own}{PREPARED}/") or name in others:
+            continue
+        if _sha256(wheel.path, str(PurePosixPath(folder, name))) != recorded.sha256:
+            return f"{name} differs from its record in the manifest"
+    return ""
+
+
+@functools.cache
+def _sha256(wheel: Path, name: str) -> str:
+    """The hex sha256 of the file ``name`` in ``wheel``; empty if it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(name) as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    except DAMAGED_ARCHIVE:
+        return ""
+    return digest.hexdigest()
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def opens_nothing(expectations: Iterable[Expectation]) -> list[str]:
+    """The models of which no target opens: there ``load`` raises an error."""
+    answers: dict[tuple[str, str], set[Answer]] = {}
+    for expectation in expectations:
+        model = expectation.package, expectation.model
+        answers.setdefault(model, set()).add(expectation.answer)
+    return [model for (_, model), known in answers.items() if known == {"cannot"}]

@@ -1,0 +1,140 @@
+"""``epcontext doctor WHEEL``: what becomes of the targets of a wheel here, and on machines in files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Cli, build_wheel, problems
+
+
+@pytest.fixture
+def wheel(app_project: Path) -> Path:
+    return build_wheel(app_project)
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with this machine, as the command prints it."""
+    from click.testing import CliRunner
+
+    from hatch_epcontext.cli.app import app
+
+    file = tmp_path_factory.mktemp("machines") / "board.json"
+    file.write_text(CliRunner().invoke(app, ["doctor", "--json"]).stdout, "utf-8")
+    return file
+
+
+def changed(board: Path, name: str, **facts: Any) -> Path:
+    """A file beside ``board`` with another machine; facts that are None are missing."""
+    machine = {**json.loads(board.read_bytes()), **facts}
+    file = board.parent / name
+    text = json.dumps({key: value for key, value in machine.items() if value is not None})
+    file.write_text(text, "utf-8")
+    return file
+
+
+def test_this_machine_opens_what_is_for_the_cpu(cli: Cli, wheel: Path) -> None:
+    printed = cli("doctor", wheel).stdout
+    assert printed.startswith("this machine: ")
+    assert "\nmodel  target  this machine\na      one     opens\n" in printed
+    assert printed.count("opens, CPUExecutionProvider on cpu") == 4
+
+
+def test_it_imports_nothing_of_the_wheel(
+    cli: Cli, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(wheel)
+    cli("doctor", wheel)
+    assert "my_app" not in sys.modules
+
+
+def test_a_fleet_is_a_table(cli: Cli, wheel: Path, board: Path) -> None:
+    old = changed(board, "old.json", tags=None, chip=None, runtime=None)
+    snake = changed(board, "snake.json", python="3.9.1")
+    narrow = wheel.with_name("my_app-1.0-py3-none-win_arm64.whl")
+    shutil.copy(wheel, narrow)
+    files = ("--devices", board, "--devices", old)
+    printed = cli("doctor", wheel, *files).stdout
+    assert "model  target  board  old\na      one     opens  unknown\n" in printed
+    assert "a for one: opens on board, CPUExecutionProvider on cpu\n" in printed
+    assert "a for one: unknown on old, nothing is known of an ONNX Runtime there\n" in printed
+    table = json.loads(cli("doctor", wheel, *files, "--json").stdout)
+    assert (table["wheel"], len(table["targets"])) == (wheel.name, 4)
+    first = table["targets"][0]
+    assert (first["package"], first["model"], first["target"]) == ("my_app/epcontext", "a", "one")
+    answers = {name: cell["answer"] for name, cell in first["machines"].items()}
+    assert answers == {"board": "opens", "old": "unknown"}
+    failed = cli("doctor", narrow, *files, "--devices", snake, code=1)
+    assert "a for two: cannot on board and snake, the wheel is for win_arm64\n" in failed.stdout
+    assert "board: load raises an error for a and b, because no target opens" in failed.stderr
+    assert "old: load" not in failed.stderr
+
+
+def test_files_with_one_name_are_told_apart(cli: Cli, wheel: Path, board: Path) -> None:
+    (board.parent / "other").mkdir()
+    other = changed(board, "other/board.json")
+    printed = cli("doctor", wheel, "--devices", board, "--devices", other).stdout
+    assert f"a for one: opens on {board} and {other}, CPUExecutionProvider" in printed
+
+
+def hostile(board: Path) -> dict[str, bytes]:
+    machine = json.loads(board.read_bytes())
+    return {
+        "empty": b"",
+        "no text": b"\xff\xfe\x00\xd8",
+        "no table": b"[]",
+        "nothing": b"{}",
+        "a number": json.dumps({**machine, "python": 3}).encode(),
+        "no number": json.dumps({**machine, "packages": float("nan")}).encode(),
+        "half": json.dumps({**machine, "chip": "\ud800"}).encode(),
+        "deep": b"[" * 100_000,
+        "huge": b" " * (10**7 + 1),
+        "digits": b"9" * 5000,
+        "providers": json.dumps({**machine, "providers": [{"ep": "x"}]}).encode(),
+        "runtime": json.dumps({**machine, "runtime": {"version": "1"}}).encode(),
+    }
+
+
+def test_a_file_that_describes_no_machine_is_an_error(
+    cli: Cli, wheel: Path, board: Path, tmp_path: Path
+) -> None:
+    files = hostile(board)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        result = cli("doctor", wheel, "--devices", tmp_path / name, code=2)
+        assert problems(result) == [f"--devices {tmp_path / name}: EPC027"], name
+        assert max(map(len, result.stderr.replace(str(tmp_path), "").splitlines())) < 250
+    for other in (tmp_path, tmp_path / "none", os.devnull):
+        assert "EPC027" in cli("doctor", wheel, "--devices", other, code=2).stderr
+    assert len(files) == 12
+
+
+def test_what_a_file_says_is_printed_without_control_characters(
+    cli: Cli, wheel: Path, board: Path
+) -> None:
+    red = changed(board, "red.json", system="\x1b[31mred\nred")
+    printed = cli("doctor", wheel, "--devices", red).stdout
+    assert r"red: \x1b[31mred\nred, " in printed
+
+
+def test_files_of_powershell_are_read(cli: Cli, wheel: Path, board: Path) -> None:
+    file = board.with_name("utf16.json")
+    file.write_text(board.read_text("utf-8"), "utf-16")
+    assert "a      one     opens" in cli("doctor", wheel, "--devices", file).stdout
+
+
+def test_a_wheel_without_models_is_an_error(cli: Cli, tmp_path: Path) -> None:
+    for name in ("none-1.0-py3-none-any.whl", "pyproject.toml"):
+        assert problems(cli("doctor", tmp_path / name, code=1)) == [f"{tmp_path / name}: EPC505"]
+
+
+def test_flags_that_exclude_each_other(cli: Cli, wheel: Path, board: Path) -> None:
+    cli("doctor", "--devices", board, code=2)
+    cli("doctor", wheel, "--library", "x", code=2)
