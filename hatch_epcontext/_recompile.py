@@ -4,24 +4,66 @@
 
 This module is beside the loader only where a target has ``recompile = true``. It is a copy of
 ``hatch_epcontext/_recompile.py`` in hatch-epcontext, under the MIT licence.
+
+Compilers may crash or hang: they run in a process of their own, which runs this file as a script.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import posixpath
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hatch_epcontext.loader import Opener, Variant
+
+_NOTHING = "nothing is compiled on this machine"
 
 # With the files of a context, beside them.
 _RECORD = "files.json"
+
+_REPLY = "reply.json"
+
+# A compiler that needs longer is ended.
+_SECONDS = 3600.0
+
+# What failed is tried again after as many seconds.
+_REMEMBERED = 7 * 24 * 60 * 60.0
+
+# Bytes below which a file system counts as full: compilers rarely report that reason.
+_NO_ROOM = 64 << 10
+
+
+class Job(NamedTuple):
+    """What the process that compiles needs to know, as JSON on its standard input.
+
+    ``folder`` contains what was compiled on this machine, under its ``key``; ``stale`` is when that was
+    written which cannot be opened, if there is one. ``script`` is this file, ``path`` `sys.path`, ``loader``
+    the name and the file of the module beside this one. ``package``, ``component`` and ``target`` identify
+    the variant; ``model`` is its prepared model. ``library``: the name and the path of the EP's.
+    """
+
+    folder: str
+    key: str
+    file: str
+    stale: int | None
+    seconds: float
+    script: str
+    path: list[str]
+    loader: tuple[str, str]
+    package: str
+    component: str
+    target: str
+    model: str
+    library: tuple[str, str]
+    request: Mapping[str, Any]
 
 
 def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
@@ -29,48 +71,80 @@ def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
 
     ``loader`` is the module beside this one. Returns the session, and what it runs on.
     """
-    request = opener.request
-    opener.variant = variant = copy.copy(opener.variant)
-    # It is that of the context that was shipped.
-    variant.compatibility = ""
+    opener.variant = variant = _for_this_machine(opener.variant)
     opener.check()
-    prepared = copy.copy(variant)
-    prepared.folder, prepared.file = posixpath.dirname(variant.prepared), variant.prepared
-    if request.verify:
+    prepared = _prepared(variant)
+    if opener.request.verify:
         prepared.package.on_disk(prepared, verify=True)
     with opener.lock:
+        device = opener.find_devices()[0]
         key = _key_of_compiled(opener, prepared)
-    folder = loader.user_folder() / "compiled"
-    folder.mkdir(parents=True, exist_ok=True)
+    caches = loader.beside("_user_cache")
+    try:
+        folder = caches.find_folder(loader) / "compiled"
+    except RuntimeError as error:
+        # This user has no home.
+        raise loader.SkipTargetError(f"{_NOTHING}: {error}") from None
     file = folder / key / posixpath.basename(variant.file)
-    with _locked(folder / f"{key}.lock"):
+    if (written := _written(file.parent)) is not None:
         try:
-            _check_record(loader, file.parent, verify=request.verify)
-            session, runs_on = opener.open(file)
+            return _open_kept(loader, opener, file)
         except loader.SkipTargetError:
             raise
         except Exception as error:
-            if file.parent.exists():
-                loader.log("warning", f"{file} cannot be opened any more: {error}")
-            _compile(loader, opener, prepared, file)
-            session, runs_on = opener.open(file)
+            loader.log("warning", f"{file} cannot be opened any more: {error}")
+    if reason := _refusal(folder, key) or _reason_not_to_start():
+        raise loader.SkipTargetError(f"{_NOTHING}: {reason}")
+    try:
+        caches.make_writable(folder)
+    except OSError as error:
+        raise loader.SkipTargetError(f"{_NOTHING}: {error}") from None
+    job = _plan(loader, opener, prepared, (folder, key, written), device)
+    what = f"{prepared.component} is compiled for {prepared.target} on this machine, once"
+    if reason := _compile(job, lambda: loader.log("warning", what)):
+        raise loader.LoadError(reason)
+    try:
+        return _open_kept(loader, opener, file)
+    except Exception as error:
+        # Or each start would compile it again.
+        _remember(folder, key, f"what was compiled cannot be opened: {error}")
+        raise
+
+
+def _for_this_machine(variant: Variant) -> Variant:
+    """``variant`` without what is only true of the context that was shipped."""
+    variant = copy.copy(variant)
+    variant.compatibility = ""
+    return variant
+
+
+def _prepared(variant: Variant) -> Variant:
+    """``variant`` with its prepared model in place of the context."""
+    prepared = copy.copy(variant)
+    prepared.folder, prepared.file = posixpath.dirname(variant.prepared), variant.prepared
+    return prepared
+
+
+def _open_kept(loader: Any, opener: Opener, file: Path) -> tuple[Any, str]:
+    """Open the context ``file``, which was compiled on this machine."""
+    record = json.loads((file.parent / _RECORD).read_bytes())
+    if reason := loader.damage(file.parent, record, verify=opener.request.verify):
+        raise loader.LoadError(reason)
+    session, runs_on = opener.open(file)
     loader.beside("_user_cache").mark_used(file.parent)
     return session, f"{runs_on}, compiled on this machine"
 
 
-def _check_record(loader: Any, folder: Path, *, verify: bool) -> None:
-    """Raise an exception if a file of a context that was compiled here is missing or damaged."""
-    import json
-
-    record = json.loads((folder / _RECORD).read_bytes())
-    if reason := loader.damage(folder, record, verify=verify):
-        raise loader.LoadError(reason)
+def _written(folder: Path) -> int | None:
+    """When the context in ``folder`` was written, in nanoseconds; None if there is none."""
+    with contextlib.suppress(OSError):
+        return (folder / _RECORD).stat().st_mtime_ns
+    return None
 
 
 def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
     """The name of what is compiled: the prepared model, its settings, and all that is installed."""
     import hashlib
-    import json
     from importlib.metadata import PackageNotFoundError, version
 
     ort, variant, device = opener.ort, opener.variant, opener.find_devices()[0]
@@ -93,53 +167,180 @@ def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _compile(loader: Any, opener: Opener, prepared: Variant, file: Path) -> None:
-    """Compile the prepared model into ``file``, in a folder that appears as a whole."""
-    import json
-    import tempfile
-
-    ort, settings = opener.ort, prepared.settings
+def _plan(
+    loader: Any,
+    opener: Opener,
+    prepared: Variant,
+    place: tuple[Path, str, int | None],
+    device: Any,
+) -> Job:
+    """The job that compiles ``prepared`` for ``device``; ``place``: the folder, the key, what is stale."""
+    request, (folder, key, stale) = opener.request, place
+    root = prepared.package.root
     model = prepared.package.on_disk(prepared, verify=True)
-    compiled_with: dict[str, str] = settings.get("provider_options") or {}
-    files = str(opener.variant.option_files)
-    provider_options = {n: v.replace(loader.OPTION_FILE, files) for n, v in compiled_with.items()}
-    options = ort.SessionOptions()
-    for key, value in (settings.get("session_options") or {}).items():
-        options.add_session_config_entry(key, value)
-    level = {"none": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED"}.get(
-        settings.get("optimization") or "basic", "ENABLE_ALL"
-    )
     advice = "onnxruntime compiles only where the path has no letters outside ASCII; rename it"
-    what = f"{prepared.component} is compiled for {prepared.target}"
-    loader.log("warning", f"{what} on this machine, once")
-    parent = file.parent.parent
-    with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as temporary:
-        result = parent / temporary / file.parent.name
-        result.mkdir()
-        with opener.lock:
-            # Listed again: this process may have waited for another one that compiled, and failed.
-            options.add_provider_for_devices(opener.find_devices()[:1], provider_options)
-            compiler = ort.ModelCompiler(
-                options,
-                str(opener.readable(model, "ascii", advice)),
-                embed_compiled_data_into_model=bool(settings.get("embed")),
-                flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
-                graph_optimization_level=getattr(ort.GraphOptimizationLevel, f"ORT_{level}"),
-            )
-            compiler.compile_to_file(str(opener.readable(result, "ascii", advice) / file.name))
-        record = {
-            file.name: {"size": file.stat().st_size, "sha256": loader.sha256(file)}
-            for file in result.iterdir()
-        }
-        (result / _RECORD).write_text(json.dumps(record), encoding="utf-8")
-        # What cannot be opened any more; on Windows what a process has open stays.
-        with contextlib.suppress(OSError):
-            file.parent.rename(parent / temporary / "old")
-        result.rename(file.parent)
+    # An app in a zip archive has them where its package was unpacked.
+    script, module = Path(__file__), Path(loader.__file__)
+    return Job(
+        folder=str(opener.readable(folder, "ascii", advice)),
+        key=key,
+        file=posixpath.basename(opener.variant.file),
+        stale=stale,
+        seconds=_SECONDS,
+        script=str(script if script.is_file() else root / script.name),
+        path=[os.path.abspath(entry) for entry in sys.path if entry],  # noqa: PTH100
+        loader=(loader.__name__, str(module if module.is_file() else root / module.name)),
+        package=os.path.abspath(root),  # noqa: PTH100
+        component=prepared.component,
+        target=prepared.target,
+        model=str(opener.readable(model, "ascii", advice)),
+        library=(device.ep_name, device.ep_metadata.get("library_path", "")),
+        request={
+            "target": request.target,
+            "device": request.device,
+            "shapes": {},
+            "provider_options": {n: str(value) for n, value in request.provider_options.items()},
+        },
+    )
+
+
+def _reason_not_to_start() -> str:
+    """Why no Python can be started here, or an empty text: a frozen app would start itself again."""
+    import re
+
+    if getattr(sys, "frozen", False):
+        return "the app is frozen, and a compiler needs a Python"
+    name = os.path.basename(sys.executable or "")  # noqa: PTH119
+    # Of the releases of CPython and PyPy: with a version, windowed, free-threaded, or for debugging.
+    is_python = re.fullmatch(r"(python|pypy)w?[\d.]*t?(_d|-dbg)?(\.exe)?", name, re.IGNORECASE)
+    if is_python and os.path.isfile(sys.executable):  # noqa: PTH113
+        return ""
+    return f"a compiler needs a Python, and sys.executable is {sys.executable!r}"
+
+
+def _refusal(folder: Path, key: str) -> str:
+    """Why compiling has failed before, if that is not to be tried again yet, or an empty text."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        record = json.loads((folder / f"{key}.json").read_bytes())
+        if 0 <= time.time() - record["time"] < _REMEMBERED:
+            until = time.strftime("%Y-%m-%d", time.localtime(record["time"] + _REMEMBERED))
+            return f"{record['reason']} (tried again from {until} on, or with new versions)"
+    return ""
+
+
+def _remember(folder: Path, key: str, reason: str) -> None:
+    with contextlib.suppress(OSError):
+        record = {"time": time.time(), "reason": reason}
+        (folder / f"{key}.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+def _compile(job: Job, announce: Callable[[], object]) -> str:
+    """Compile, and let the result appear as a whole. Returns why that failed, or an empty text.
+
+    Of several processes one compiles, and the others wait for it.
+    """
+    import shutil
+
+    folder = Path(job.folder)
+    result, temporary = folder / job.key, folder / f"{job.key}.tmp"
+    with _locked(folder / f"{job.key}.lock"):
+        if _written(result) not in (None, job.stale):
+            return ""
+        # Asked again: this process may have waited for another one, which failed.
+        if reason := _refusal(folder, job.key):
+            return reason
+        shutil.rmtree(temporary, ignore_errors=True)
+        _sweep(folder)
+        announce()
+        try:
+            temporary.mkdir()
+            reason, is_lasting = _run_compiler(job, temporary)
+            if not reason:
+                # What cannot be opened any more; on Windows what a process has open stays.
+                with contextlib.suppress(OSError):
+                    result.rename(temporary / "old")
+                (temporary / job.key).rename(result)
+                (folder / f"{job.key}.json").unlink(missing_ok=True)
+            elif shutil.disk_usage(folder).free < _NO_ROOM:
+                reason = f"no space is left in {folder} ({reason})"
+            elif is_lasting:
+                _remember(folder, job.key, reason)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return reason
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes have left that were killed while they compiled."""
+    import shutil
+    import sqlite3
+
+    for temporary in folder.glob("*.tmp"):
+        with contextlib.suppress(sqlite3.Error), _locked(temporary.with_suffix(".lock"), 0):
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _run_compiler(job: Job, temporary: Path) -> tuple[str, bool]:
+    """Compile into ``temporary``, in a process. Returns why that failed, and whether it would again."""
+    import subprocess
+
+    with _start("compile", job, temporary) as process:
+        try:
+            code = process.wait(job.seconds)
+        except subprocess.TimeoutExpired:
+            return f"the compiler did not end in {job.seconds:.0f} s", True
+        finally:
+            if process.poll() is None:
+                _kill(process.pid)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        reply = json.loads((temporary / _REPLY).read_bytes())
+        return reply["reason"], reply["is_lasting"]
+    return _crash(code), True
+
+
+def _start(task: str, job: Job, folder: Path, **more: Any) -> Any:
+    """Start this file as a script in ``folder``, with no handle of this process but its input's pipe."""
+    import subprocess
+
+    process = subprocess.Popen(
+        [sys.executable, "-I", job.script, task],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # What it starts itself ends with it.
+        start_new_session=True,
+        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+    )
+    # It may have ended.
+    with contextlib.suppress(OSError):
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(job).encode() + b"\n")
+        process.stdin.flush()
+    return process
+
+
+def _kill(group: int) -> None:
+    """Kill a process that `_start` has started, with those that it started itself where groups exist."""
+    import signal
+
+    if sys.platform == "win32":
+        os.kill(group, signal.SIGTERM)
+    else:
+        os.killpg(group, signal.SIGKILL)
+
+
+def _crash(code: int) -> str:
+    """How a process ended that gave no reply, with this exit code."""
+    import signal
+
+    with contextlib.suppress(ValueError):
+        return f"the compiler crashed ({signal.Signals(-code).name})"
+    return f"the compiler crashed (exit code {code if code < 256 else hex(code)})"
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
+def _locked(file: Path, seconds: float = 1e6) -> Iterator[None]:
     """Hold ``file`` locked: of several processes one compiles, and the others wait for it.
 
     It is an empty database: SQLite locks files on every system, which unlocks them when a process ends in
@@ -148,6 +349,120 @@ def _locked(file: Path) -> Iterator[None]:
     import sqlite3
 
     # A compiler may take hours.
-    with contextlib.closing(sqlite3.connect(file, timeout=1e6)) as database:
+    with contextlib.closing(sqlite3.connect(file, timeout=seconds)) as database:
         database.execute("BEGIN EXCLUSIVE")
         yield
+
+
+# What follows runs in the process that compiles.
+
+
+def _main() -> None:
+    import threading
+
+    job = Job(*json.loads(sys.stdin.buffer.readline()))
+    # It ends with the app, and does not wait for an app that was forked.
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    threading.Timer(job.seconds + 60, _end).start()
+    sys.path[:] = job.path
+    folder = Path(job.folder, f"{job.key}.tmp")
+    reason, is_lasting = _serve(job, folder / job.key)
+    reply = json.dumps({"reason": reason, "is_lasting": is_lasting})
+    (folder / _REPLY).write_text(reply, encoding="utf-8")
+    # Some EPs crash when their sessions are closed.
+    os._exit(0)
+
+
+def _end_with_input() -> None:
+    while os.read(0, 1):
+        pass
+    _end()
+
+
+def _end() -> None:
+    if sys.platform != "win32":
+        _kill(os.getpid())
+    os._exit(1)
+
+
+def _serve(job: Job, result: Path) -> tuple[str, bool]:
+    """Compile into the new folder ``result``. Returns why that failed, and whether it would again."""
+    loader = _import_loader(*job.loader)
+    try:
+        opener = _opener(loader, job)
+        result.mkdir()
+        _compile_with(opener, job, result / job.file)
+        record = {
+            file.name: {"size": file.stat().st_size, "sha256": loader.sha256(file)}
+            for file in result.iterdir()
+        }
+        # As `load` opens it: the manifest forbids that it is compiled then.
+        opener.open(result / job.file)
+        (result / _RECORD).write_text(json.dumps(record), encoding="utf-8")
+    except Exception as error:
+        # Of any kind: onnxruntime raises many. Not those of the system, or of what is missing.
+        is_lasting = not isinstance(error, OSError | ImportError | loader.SkipTargetError)
+        return loader._cause(error), is_lasting  # noqa: SLF001
+    return "", False
+
+
+def _import_loader(name: str, file: str) -> Any:
+    """The module beside this one, without the package of the app that contains it."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    folder = str(Path(file).parent)
+    spec = spec_from_file_location(name, file, submodule_search_locations=[folder])
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _opener(loader: Any, job: Job) -> Opener:
+    """What opens the job's variant, after the EP's library was registered as in the app."""
+    import importlib
+    import itertools
+
+    package = loader.Package(Path(job.package))
+    every = itertools.chain.from_iterable(package.models.values())
+    name = job.component, job.target
+    variant = next(v for v in every if (v.component, v.target) == name)
+    opener: Opener = loader.Opener(_for_this_machine(variant), loader.Request(**job.request))
+    opener.check()
+    # Where the library is a package's, that may prepare what it needs.
+    with contextlib.suppress(Exception):
+        importlib.import_module(variant.plugin["module"]).get_library_path()
+    registration_name, library = job.library
+    if library:
+        opener.ort.register_execution_provider_library(registration_name, library)
+    if _key_of_compiled(opener, _prepared(opener.variant)) != job.key:
+        raise ImportError("the process that compiles finds another device or version than the app")
+    return opener
+
+
+def _compile_with(opener: Opener, job: Job, file: Path) -> None:
+    """Compile the job's prepared model into ``file``."""
+    ort, settings, variant = opener.ort, opener.variant.settings, opener.variant
+    compiled_with: dict[str, str] = settings.get("provider_options") or {}
+    files = str(variant.option_files)
+    provider_options = {n: v.replace("{file}", files) for n, v in compiled_with.items()}
+    options = ort.SessionOptions()
+    for key, value in (settings.get("session_options") or {}).items():
+        options.add_session_config_entry(key, value)
+    level = {"none": "DISABLE_ALL", "basic": "ENABLE_BASIC", "extended": "ENABLE_EXTENDED"}.get(
+        settings.get("optimization") or "basic", "ENABLE_ALL"
+    )
+    options.add_provider_for_devices(opener.find_devices()[:1], provider_options)
+    compiler = ort.ModelCompiler(
+        options,
+        job.model,
+        embed_compiled_data_into_model=bool(settings.get("embed")),
+        flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
+        graph_optimization_level=getattr(ort.GraphOptimizationLevel, f"ORT_{level}"),
+    )
+    compiler.compile_to_file(str(file))
+
+
+if __name__ == "__main__":
+    _main()

@@ -28,13 +28,9 @@ def make_folder(loader: Any) -> Path:
     """
     import atexit
 
-    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
-    defaults = {"win32": "~/AppData/Local", "darwin": "~/Library/Caches"}
-    base = os.environ.get(variable) or defaults.get(sys.platform, "~/.cache")
     try:
-        folder: Path = Path(base).expanduser() / loader.__name__.split(".")[0]
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        folder = find_folder(loader)
+        make_writable(folder)
     except (OSError, RuntimeError) as error:
         # RuntimeError: this user has no home.
         reason = f"the user's cache folder cannot be used, and starts are slower: {error}"
@@ -46,6 +42,20 @@ def make_folder(loader: Any) -> Path:
     return folder
 
 
+def find_folder(loader: Any) -> Path:
+    """The path of the app's own folder in the user's cache. Raises RuntimeError if this user has no home."""
+    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
+    defaults = {"win32": "~/AppData/Local", "darwin": "~/Library/Caches"}
+    base = os.environ.get(variable) or defaults.get(sys.platform, "~/.cache")
+    return Path(base).expanduser() / str(loader.__name__.split(".")[0])
+
+
+def make_writable(folder: Path) -> None:
+    """Make ``folder``. Raises OSError if it cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
 def mark_used(folder: Path) -> None:
     """Keep ``folder``, which is in the user's cache, and remove what was unused for long beside it."""
     # It may have become read-only, and another process may remove the same.
@@ -53,7 +63,7 @@ def mark_used(folder: Path) -> None:
         os.utime(folder)
         for other in folder.parent.iterdir():
             if other.stat().st_mtime < folder.stat().st_mtime - _UNUSED:
-                shutil.rmtree(other, ignore_errors=True)
+                shutil.rmtree(other) if other.is_dir() else other.unlink()
 
 
 def unpack(loader: Any, package: Package, *, verify: bool) -> Path:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -228,31 +233,241 @@ def test_of_two_processes_one_compiles(qnn: Shipper, broken: Any, tmp_path: Path
     assert len(kept(broken)) == 1
 
 
-KILLED = """
-import os, signal
-import onnxruntime
-from shipped import load
+COMPILER = """
+import ctypes, json, os, sys, time
+from pathlib import Path
+import onnxruntime, onnxruntime_qnn
+
+get_library_path = onnxruntime_qnn.get_library_path
+started = Path(__file__).with_name("started")
+compile_really = onnxruntime.ModelCompiler.compile_to_file
+
 def compile_to_file(self, file):
-    with open(file, "wb") as opened:
-        opened.write(b"half of it")
-    os.kill(os.getpid(), signal.SIGTERM)
-onnxruntime.ModelCompiler.compile_to_file = compile_to_file
-load("a", device="any", recompile=True)
+    NOTE
+    CODE
+
+if "compile" in sys.argv:
+    onnxruntime.ModelCompiler.compile_to_file = compile_to_file
+"""
+
+NOTE = "started.open('a').write(f'{os.getpid()}\\n')"
+
+OF_COMPILER = {"module": "compiler", "package": "onnxruntime-qnn", "registration_name": QNN_EP}
+
+
+class Compilers:
+    """Ships an app whose context QNN refuses, and whose compiler runs other code."""
+
+    def __init__(self, ship: Shipper, folder: Path) -> None:
+        self.ship, self.folder = ship, folder
+
+    def write(self, code: str) -> None:
+        script = COMPILER.replace("CODE", code).replace("NOTE", NOTE)
+        (self.folder / "compiler.py").write_text(script, encoding="utf-8")
+
+    def __call__(self, code: str) -> Any:
+        self.write(code)
+        app = self.ship(npu=changed(QNN, plugin=OF_COMPILER))
+        damage(self.ship.folder / "a/npu/a_ctx_qnn.bin")
+        return app
+
+    @property
+    def started(self) -> list[int]:
+        """The ids of the processes that have compiled."""
+        file = self.folder / "started"
+        return list(map(int, file.read_text("utf-8").split())) if file.exists() else []
+
+
+@pytest.fixture
+def compilers(qnn: Shipper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compilers:
+    folder = tmp_path / "compilers"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    return Compilers(qnn, folder)
+
+
+def explained(app: Any) -> str:
+    """What became of compiling on this machine; the app has opened the source."""
+    attempts = app.explain("a", device="any", recompile=True)
+    assert outcomes(attempts)[2:] == [("source", "opened")], attempts
+    return str(attempts[1])
+
+
+def left(app: Any) -> list[str]:
+    """The suffixes of what is in the folder of contexts that were compiled on this machine."""
+    folder = app.user_folder() / "compiled"
+    return sorted(path.suffix for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def slow(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@needs_qnn
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("os.abort()", "the compiler crashed (SIGABRT)"),
+        ("ctypes.string_at(0)", "the compiler crashed (SIGSEGV)"),
+        ("os._exit(3)", "the compiler crashed (exit code 3)"),
+        # A library that hangs with the interpreter's lock, and one that has started a process.
+        slow("ctypes.PyDLL(None).sleep(600)", "the compiler did not end in 4 s"),
+        slow("os.fork(); NOTE; time.sleep(600)", "the compiler did not end in 4 s"),
+        ("raise ValueError('no room')", "ValueError: no room"),
+        ("Path(file).write_text('no model')", "Protobuf parsing failed"),
+        ("Path(file).write_bytes(Path(JOB).read_bytes())", "User disabled EP compilation"),
+    ],
+)
+def test_accidents_and_refusals_are_remembered(
+    code: str, reason: str, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = compilers.ship.folder / "a/npu/prepared/a.onnx"
+    app = compilers(code.replace("JOB", repr(str(model))))
+    monkeypatch.setattr(_recompile, "_SECONDS", 4.0)
+    first = explained(app)
+    assert first.startswith("npu: failed, compiling it on this machine: ")
+    assert reason in first
+    assert left(app) == [".json", ".lock"]
+    started = compilers.started
+    again = explained(app)
+    assert again.startswith("npu: skipped, nothing is compiled on this machine: ")
+    assert reason in again
+    assert "(tried again from " in again
+    assert compilers.started == started != []
+    wait_for(lambda: not any(map(is_running, started)))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 8 * 24 * 3600)
+    compilers.write("compile_really(self, file)")
+    assert app.target_of(jit(app)) == "npu"
+    assert left(app) == ["", ".lock"]
+
+
+@needs_qnn
+def test_a_full_disk_is_not_remembered(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = compilers("raise ValueError('cannot write')")
+    usage = SimpleNamespace(free=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage)
+        assert "no space is left in" in explained(app)
+    assert left(app) == [".lock"]
+    compilers.write("compile_really(self, file)")
+    assert app.target_of(jit(app)) == "npu"
+
+
+@needs_qnn
+def test_the_compiler_gets_no_handle_of_the_app(compilers: Compilers, tmp_path: Path) -> None:
+    app = compilers(
+        "Path(r'HANDLES').write_text(json.dumps([os.path.realpath(f'/proc/self/fd/{each}')"
+        " for each in os.listdir('/proc/self/fd')])); compile_really(self, file)".replace(
+            "HANDLES", str(tmp_path / "handles")
+        )
+    )
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("needs /proc")
+    with (tmp_path / "of the app").open("w") as own:
+        os.set_inheritable(own.fileno(), True)
+        assert app.target_of(jit(app)) == "npu"
+    handles = json.loads((tmp_path / "handles").read_text("utf-8"))
+    assert "/dev/null" in handles
+    assert str(tmp_path / "of the app") not in handles
+
+
+@needs_qnn
+@pytest.mark.parametrize("kind", ["frozen", "embedded", "missing"])
+def test_an_app_that_is_no_python_starts_no_process(
+    kind: str, compilers: Compilers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    app = compilers("compile_really(self, file)")
+    starts: list[Any] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **_: starts.append(words))
+    if kind == "frozen":
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    else:
+        program = tmp_path / ("python3" if kind == "missing" else "pythonic")
+        if kind != "missing":
+            shutil.copy(sys.executable, program)
+        monkeypatch.setattr(sys, "executable", str(program))
+    frozen = "the app is frozen, and a compiler needs a Python"
+    why = frozen if kind == "frozen" else "a compiler needs a Python, and sys.executable is '"
+    assert f"npu: skipped, nothing is compiled on this machine: {why}" in explained(app)
+    assert starts == []
+    assert left(app) == []
+
+
+@needs_qnn
+def test_a_library_that_the_app_has_registered_is_passed(qnn: Shipper) -> None:
+    plugin = {"module": "no_such_ep", "package": "", "registration_name": QNN_EP}
+    # Registered by an earlier test, or by this one.
+    qnn(npu=QNN).load("a", device="any")
+    app = qnn(npu=changed(QNN, plugin=plugin))
+    damage(qnn.folder / "a/npu/a_ctx_qnn.bin")
+    assert app.target_of(jit(app)) == "npu"
+
+
+@needs_qnn
+def test_without_a_home_that_can_be_written_nothing_is_compiled(
+    compilers: Compilers, tmp_path: Path
+) -> None:
+    app = compilers("compile_really(self, file)")
+    (tmp_path / "home").write_text("a file", encoding="utf-8")
+    assert "npu: skipped, nothing is compiled on this machine: [" in explained(app)
+    assert compilers.started == []
+
+
+LOAD = """
+import compiler
+from shipped import load, target_of
+print(target_of(load("a", device="any", recompile=True)))
 """
 
 
 @needs_qnn
-def test_a_process_that_is_killed_leaves_nothing_that_is_used(qnn: Shipper, broken: Any) -> None:
-    process = qnn.start(KILLED)
-    process.communicate(timeout=120)
-    assert process.returncode
-    (left,) = kept(broken)
-    assert broken.target_of(jit(broken)) == "npu"
-    (own,) = (each for each in kept(broken) if each != left)
-    for unused in (own, left):
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+def test_an_app_that_is_killed_leaves_nothing(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(compilers.folder))
+    code = "Path(file).write_text('half of it'); time.sleep(1); compile_really(self, file)"
+    app = compilers(code)
+    for moment in range(10):
+        (compilers.folder / "started").unlink(missing_ok=True)
+        process = compilers.ship.start(LOAD)
+        if moment > 4:
+            # While it compiles: at first it imports onnxruntime.
+            wait_for(lambda: bool(compilers.started))
+        time.sleep(moment % 5 * 0.3)
+        process.kill()
+        process.communicate(timeout=60)
+        wait_for(lambda: not any(map(is_running, compilers.started)))
+    assert app.target_of(jit(app)) == "npu"
+    assert left(app) == ["", ".lock"]
+
+
+@needs_qnn
+def test_what_killed_processes_left_is_removed_by_the_next(broken: Any) -> None:
+    folder = broken.user_folder() / "compiled"
+    (folder / "other.tmp" / "other").mkdir(parents=True)
+    (folder / "locked.tmp").mkdir()
+    with _recompile._locked(folder / "locked.lock"):
+        assert broken.target_of(jit(broken)) == "npu"
+    assert {path.name for path in folder.glob("*.tmp")} == {"locked.tmp"}
+    (own,) = (path for path in kept(broken) if path.suffix != ".tmp")
+    for unused in (own, *folder.glob("*.tmp"), *folder.glob("*.lock")):
         os.utime(unused, (0, 0))
-        jit(broken)
-    assert kept(broken) == [own]
+    jit(broken)
+    assert list(folder.iterdir()) == [own]
 
 
 @needs_qnn
@@ -288,9 +503,7 @@ def test_a_prepared_model_that_cannot_be_compiled_is_a_failure(
     assert outcomes(attempts) == [("npu", "failed"), ("npu", "failed"), ("source", "opened")]
     assert attempts[1].reason.startswith("compiling it on this machine: ")
     assert reason in attempts[1].reason
-    # Nothing is left over but the lock.
-    (lock,) = (app.user_folder() / "compiled").iterdir()
-    assert lock.suffix == ".lock"
+    assert left(app) == ([".json", ".lock"] if how == "not for QNN" else [])
 
 
 @needs_qnn
