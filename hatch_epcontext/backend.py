@@ -310,7 +310,7 @@ class _Build(ProjectBuild):
             output = self.config(pending=True).output
             left_out = self._earlier(output, output) if output else ()
             with writing("the wheel", folder), replacing(folder) as new:
-                return finished.write(new, {}, None, left_out).name
+                return finished.write(new, {}, left_out=left_out).name
         self.show_overrides(config)
         project = finished.project
         wheel.check_app(config.targets, project.dependencies)
@@ -320,7 +320,7 @@ class _Build(ProjectBuild):
         earlier = self._earlier(output, output)
         wheel.check_collisions(output, tree, earlier)
         result, package = self.compile_package(config, project, output, tree)
-        files = {target: Path(source) for source, target in package.entries(output).items()}
+        files = package.entries(output)
         if config.wheel.sbom:
             sbom = self.write_sbom(result, package, project)
             files[f"{finished.info}/sboms/{sbom.name}"] = sbom

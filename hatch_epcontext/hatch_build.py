@@ -14,12 +14,16 @@ from hatchling.builders.constants import EDITABLES_REQUIREMENT, BuildEnvVars
 
 from hatch_epcontext.config.build_hooks import hooks_of_project, read_hooks
 from hatch_epcontext.config.settings import Config
+from hatch_epcontext.files import remove, replacing
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.project_build import ProjectBuild, Terminal
+from hatch_epcontext.system import writing
 
 if TYPE_CHECKING:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+    from hatch_epcontext.jobs.artifact import Result
+    from hatch_epcontext.package.bundle import Bundle
     from hatch_epcontext.package.wheel import ProjectMetadata
 
 
@@ -59,6 +63,7 @@ class HatchBuild(ProjectBuild):
     def fill_wheel(self, build_data: dict[str, Any]) -> None:
         """Compile all models, and add their package to the wheel, with its SBOM and its tag."""
         from hatch_epcontext.package import wheel
+        from hatch_epcontext.package.repack import INCOMPLETE, stores_any
 
         config = self._overridden()
         project = self._project()
@@ -68,11 +73,34 @@ class HatchBuild(ProjectBuild):
         output = self._output_folder(config, wheel.selected_files(self._selection), packed)
         packed_in = self._in_wheel(output)
         result, package = self.compile_package(config, project, packed_in, packed)
-        build_data["force_include"].update(package.entries(output))
         if config.wheel.sbom:
             build_data["sbom_files"].append(str(self.write_sbom(result, package, project)))
         self._set_tag(wheel.tag(config.of_wheel()), build_data)
         self._finish = lambda path: self.verify(path, packed_in, package, result)
+        entries, incomplete = package.entries(output), PurePosixPath(INCOMPLETE)
+        # Hatch's rules for paths may move it to where installers do not look.
+        if not stores_any(entries.values()) or self._in_wheel(incomplete) != incomplete:
+            build_data["force_include"].update({str(file): path for path, file in entries.items()})
+            return
+        note = self.temp_dir() / incomplete.name
+        note.write_text("The build was stopped before it added the models.\n", encoding="utf-8")
+        build_data["force_include"][str(note)] = INCOMPLETE
+        self._finish = lambda path: self._add_models(path, packed_in, package, result)
+
+    def _add_models(
+        self, wheel: Path, output: PurePosixPath, package: Bundle, result: Result
+    ) -> None:
+        """Replace ``wheel`` by one that has the files of ``package`` in ``output``; remove it by an error."""
+        from hatch_epcontext.package.repack import FinishedWheel
+
+        try:
+            with writing("the wheel", wheel.parent), replacing(wheel.parent) as new:
+                finished = FinishedWheel(wheel, self.backend_name)
+                written = finished.write(new, package.entries(output))
+                self.verify(written, output, package, result)
+        except BaseException:
+            remove(wheel)
+            raise
 
     def install_editable(self) -> None:
         """Make the package of an editable install, which `finish` writes into the project."""

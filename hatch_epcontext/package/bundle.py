@@ -37,9 +37,9 @@ class Bundle:
     files: Mapping[str, FileRecord]
     package: manifest.ModelPackage
 
-    def entries(self, output: PurePosixPath) -> dict[str, str]:
-        """Absolute path -> path in the wheel, for Hatch's ``force_include``."""
-        return {str(self.folder / name): str(output / name) for name in self.files}
+    def entries(self, output: PurePosixPath) -> dict[str, Path]:
+        """Its files, by their path in a wheel with the package in ``output``."""
+        return {str(output / name): self.folder / name for name in self.files}
 
 
 def bundle(

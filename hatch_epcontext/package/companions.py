@@ -247,6 +247,8 @@ def write_wheel(
     """Write the wheel of ``companion`` of ``app``, with the models of ``config``, into ``folder``."""
     from hatchling.builders.wheel import WheelBuilder
 
+    from hatch_epcontext.package.repack import FinishedWheel
+
     about = f"Models of {app}, compiled ahead of time"
     text = f"{about}. Install: pip install '{companion.requirement}'\n"
     with temp_dir() as root:
@@ -266,10 +268,12 @@ def write_wheel(
         builder = WheelBuilder(str(root), config={"project": project, "tool": {"hatch": hatch}})
         data = builder.get_default_build_data()
         builder.set_build_data_defaults(data)
-        data["force_include"] = package.entries(PurePosixPath(companion.module))
         data["sbom_files"] = [str(sbom)] if sbom else []
         with builder.config.set_build_data(data):
-            return Path(builder.build_standard(str(folder), tag=_tag(config), **data))
+            built = Path(builder.build_standard(str(root), tag=_tag(config), **data))
+        # Hatchling deflates all files.
+        files = package.entries(PurePosixPath(companion.module))
+        return FinishedWheel(built, "hatchling").write(folder, files)
 
 
 def _license(sources: Iterable[Source]) -> dict[str, str]:

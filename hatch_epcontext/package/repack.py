@@ -21,7 +21,7 @@ import time
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from typing import IO
@@ -52,6 +52,9 @@ _WORTH = 0.85
 _MAX_NAMED = 5
 """The most files that a message names."""
 
+INCOMPLETE = "models_are_missing.dist-info/NOTE"
+"""A file of a wheel without its models: installers refuse a wheel with a second ``.dist-info``."""
+
 
 class FinishedWheel:
     """The wheel at ``path``, which the build back end ``maker`` has written.
@@ -65,7 +68,8 @@ class FinishedWheel:
             name, version, _, self.tags = parse_wheel_filename(path.name)
             with self._readable(), zipfile.ZipFile(path) as archive:
                 infos = archive.infolist()
-                self.names = [info.filename for info in infos if not info.is_dir()]
+                names = [info.filename for info in infos if not info.is_dir()]
+                self.names = [name for name in names if name != INCOMPLETE]
                 self.info = self._checked_info()
                 """Its folder for metadata."""
                 texts = ("WHEEL", "METADATA", "entry_points.txt")
@@ -165,7 +169,11 @@ class FinishedWheel:
         return None
 
     def write(
-        self, folder: Path, files: Mapping[str, Path], tag: str | None, left_out: Collection[str]
+        self,
+        folder: Path,
+        files: Mapping[str, Path],
+        tag: str | None = None,
+        left_out: Collection[str] = (),
     ) -> Path:
         """Write it into ``folder`` with ``files``, by their paths in it, without those ``left_out``.
 
@@ -181,7 +189,8 @@ class FinishedWheel:
             zipfile.ZipFile(self.path) as old,
             zipfile.ZipFile(target, "w") as new,
         ):
-            own = [info for info in old.infolist() if info.filename not in (record, *left_out)]
+            others = (record, INCOMPLETE, *left_out)
+            own = [info for info in old.infolist() if info.filename not in others]
             # Metadata come last, as the format recommends.
             for info in sorted(
                 [*own, *(_added(path, files[path]) for path in sorted(files))],
@@ -234,6 +243,11 @@ def _added(path: str, file: Path) -> zipfile.ZipInfo:
     info.external_attr = 0o100644 << 16
     info.compress_type = zipfile.ZIP_DEFLATED if _shrinks(file) else zipfile.ZIP_STORED
     return info
+
+
+def stores_any(files: Iterable[Path]) -> bool:
+    """Whether one of ``files`` is stored in a wheel and not deflated, which hatchling's own writer cannot."""
+    return not all(map(_shrinks, files))
 
 
 def _shrinks(file: Path) -> bool:

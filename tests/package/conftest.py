@@ -19,9 +19,9 @@ def finished(project: Path, artifact: Artifact, tmp_path: Path) -> dict[str, byt
     """The contents of a wheel's files, by name."""
     config = configured(project, TOML + 'fallback = "source"')
     bundled = bundle(resulting(config, artifact), tmp_path, MODULES)
-    return {name: Path(source).read_bytes() for source, name in bundled.entries(OUTPUT).items()} | {
-        "my_app/__init__.py": b""
-    }
+    entries = bundled.entries(OUTPUT)
+    files = {name: file.read_bytes() for name, file in entries.items()}
+    return {**files, "my_app/__init__.py": b""}
 
 
 def opened(folder: Path) -> ModelPackage:

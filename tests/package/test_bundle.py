@@ -59,8 +59,8 @@ def test_it_has_all_files_and_the_manifest_lists_them(
     models = {name: v.model_file for name, v in package.components["a"].variants.items()}
     assert models == {"cpu": "a/cpu/a_ctx.onnx", "source": "a/source/a.onnx"}
     entries = bundled.entries(PurePosixPath("my_app/epcontext"))
-    assert entries[str(bundled.folder / "__init__.py")] == "my_app/epcontext/__init__.py"
-    assert entries[str(bundled.folder / "manifest.json")] == "my_app/epcontext/manifest.json"
+    assert entries["my_app/epcontext/__init__.py"] == bundled.folder / "__init__.py"
+    assert entries["my_app/epcontext/manifest.json"] == bundled.folder / "manifest.json"
 
 
 @pytest.mark.parametrize(
