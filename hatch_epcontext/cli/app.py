@@ -20,7 +20,7 @@ SUMMARIES: Mapping[str, str] = {
     "cache": "Show and clean the cache of artifacts.",
     "companions": "Build the wheels of a project's companions.",
     "compile": "Compile any models, and validate the results.",
-    "doctor": "Show what this environment can compile for, and what a wheel does.",
+    "doctor": "Show what this machine can compile, and what a wheel does.",
     "export": "Write the model package of a project.",
     "fetch": "Download the models from elsewhere into the user's cache.",
     "init": "Write the tables for models into pyproject.toml.",

@@ -87,7 +87,7 @@ def command(
     library: str | None,
     as_json: bool,
 ) -> None:
-    """Show what this environment can compile for, and what a wheel does.
+    """Show what this machine can compile, and what a wheel does.
 
     Shows ONNX Runtime, and the EPs with their devices or the reason for none. The exit code is 1 if there are
     problems.
