@@ -1,6 +1,6 @@
 """The operating system: its errors in messages, such as a full disk, its signals as errors, its libraries.
 
-And how many cores and how much memory it gives to this process.
+And the cores, the memory and the Python of this process, and when to report that something still runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -225,3 +226,45 @@ def _group_memory() -> Iterator[int]:
                     limit = int((group / "memory.max").read_text(encoding="ascii"))
                     used = int((group / "memory.current").read_text(encoding="ascii"))
                     yield max(0, limit - used)
+
+
+def pip_install(requirements: Iterable[str]) -> str:
+    """The command that installs ``requirements`` into this environment."""
+    # Markers have quotes of their own.
+    texts = (requirement.replace('"', "'") for requirement in requirements)
+    quoted = " ".join(f'"{text}"' for text in texts)
+    return f"{python()} -m pip install {quoted}"
+
+
+def python() -> str:
+    """The command that runs this Python."""
+    return sys.executable or "python"
+
+
+_FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
+"""Seconds until what runs is reported, and between further reports."""
+
+
+class Heartbeat:
+    """When to report that something still runs: after ten seconds, then every thirty without a line.
+
+    Threads may use it at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = time.monotonic() + _FIRST_BEAT
+
+    def due(self) -> bool:
+        """Whether a report is due; after True, not until the next one."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next:
+                return False
+            self._next = now + _NEXT_BEATS
+            return True
+
+    def mark_reported(self) -> None:
+        """Restart the interval, because a line was printed."""
+        with self._lock:
+            self._next = time.monotonic() + _NEXT_BEATS

@@ -17,8 +17,7 @@ from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import BuildError, DownloadError, Kind, Problem
 from hatch_epcontext.files import MAX_BYTES, FileRecord, file_sha256, temp_dir
 from hatch_epcontext.jobs.cache.store import DamagedError, Files, Store, untrusted
-from hatch_epcontext.jobs.processes.process import Heartbeat
-from hatch_epcontext.system import writing
+from hatch_epcontext.system import Heartbeat, writing
 from hatch_epcontext.text import show_size
 
 Log = Callable[[str], None]

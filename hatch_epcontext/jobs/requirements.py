@@ -16,6 +16,7 @@ from hatch_epcontext.config.location import REQUIREMENTS, SIGNATURES
 from hatch_epcontext.config.settings import BuildSettings, Target
 from hatch_epcontext.errors import ConfigError, Key, Kind, MissingError, Problem, RequirementError
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
+from hatch_epcontext.system import pip_install, python
 from hatch_epcontext.text import count, hide_credentials, listing
 
 ONNX_RUNTIME = ">=1.23"
@@ -300,7 +301,7 @@ def _check_conflicts(present: list[str]) -> None:
                 Kind.CONFLICTING_REQUIREMENTS,
                 "this environment",
                 f"{listing(present)} are both installed, and overwrite each other.",
-                f"Run: {_python()} -m pip uninstall {' '.join(present)}, "
+                f"Run: {python()} -m pip uninstall {' '.join(present)}, "
                 "then install the one that you need.",
             )
         )
@@ -322,15 +323,3 @@ def installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def pip_install(requirements: Iterable[str]) -> str:
-    """The command that installs ``requirements`` into this environment."""
-    # Markers have quotes of their own.
-    texts = (requirement.replace('"', "'") for requirement in requirements)
-    quoted = " ".join(f'"{text}"' for text in texts)
-    return f"{_python()} -m pip install {quoted}"
-
-
-def _python() -> str:
-    return sys.executable or "python"

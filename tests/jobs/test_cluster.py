@@ -30,10 +30,11 @@ from hatch_epcontext.jobs.cache.shared import Transport
 from hatch_epcontext.jobs.cache.signing import new_keys
 from hatch_epcontext.jobs.cache.store import DamagedError, read_record
 from hatch_epcontext.jobs.plan import plan
-from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
+from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import FARM
 from hatch_epcontext.jobs.run import build, open_cache
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.system import Heartbeat
 from hatch_epcontext.worker.results import ValidationStatus
 from tests.conftest import REPOSITORY, make_record, needs, needs_qnn, wait_for
 from tests.language_models import make_folder

@@ -15,7 +15,7 @@ from hatch_epcontext.files import file_sha256
 from hatch_epcontext.jobs import web
 from hatch_epcontext.jobs.cache.store import Files, Store
 from hatch_epcontext.jobs.downloads import Downloads
-from hatch_epcontext.jobs.processes.process import Heartbeat
+from hatch_epcontext.system import Heartbeat
 from tests.hub import SIGNED, TOKEN, Hub, model_hub, sha256
 
 MODEL = os.urandom(300_000)

@@ -22,9 +22,10 @@ from hatch_epcontext.jobs import steps as steps_module
 from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import plan
-from hatch_epcontext.jobs.processes.process import Heartbeat, Workers
+from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import IncompleteError, build
 from hatch_epcontext.providers import PROVIDERS, Provider
+from hatch_epcontext.system import Heartbeat
 from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ValidationStatus
 from tests.altered_workers import workers_with

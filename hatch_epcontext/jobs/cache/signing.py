@@ -11,7 +11,7 @@ from typing import Any
 
 from hatch_epcontext.config.location import LAYOUT, PRIVATE, PUBLIC, SIGNATURES, key_bytes, key_text
 from hatch_epcontext.jobs.cache.store import DamagedError
-from hatch_epcontext.jobs.requirements import pip_install
+from hatch_epcontext.system import pip_install
 
 _PURPOSE = f"hatch-epcontext {LAYOUT} statement\n".encode()
 """Signed before each statement: nothing else that the key signs can be taken for one."""

@@ -39,45 +39,17 @@ from hatch_epcontext.jobs.processes.running import (
 )
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.serialize import from_json, to_json
-from hatch_epcontext.system import removed_problem, writing
+from hatch_epcontext.system import Heartbeat, removed_problem, writing
 from hatch_epcontext.worker.protocol import REPLY, Order
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import ReplyT, WorkerRequest
-
-_FIRST_BEAT, _NEXT_BEATS = 10.0, 30.0
-"""Seconds until a running worker is reported, and between further reports."""
 
 _POLL_SECONDS = 0.2
 """Seconds between checks of a worker's log."""
 
 _TASKS, _IDLE = 32, 16
 """The most tasks of one process, because what libraries leave in it adds up; processes that wait for one."""
-
-
-class Heartbeat:
-    """When to report that something still runs: after ten seconds, then every thirty without a line.
-
-    Threads may use it at the same time.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = time.monotonic() + _FIRST_BEAT
-
-    def due(self) -> bool:
-        """Whether a report is due; after True, not until the next one."""
-        with self._lock:
-            now = time.monotonic()
-            if now < self._next:
-                return False
-            self._next = now + _NEXT_BEATS
-            return True
-
-    def mark_reported(self) -> None:
-        """Restart the interval, because a line was printed."""
-        with self._lock:
-            self._next = time.monotonic() + _NEXT_BEATS
 
 
 class Workers:
