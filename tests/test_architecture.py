@@ -41,6 +41,8 @@ LAYERS = [
     {"providers"},
     {"config"},
     {"worker"},
+    {"cache"},
+    {"remote"},
     {"jobs"},
     {"package"},
     {"tools"},
@@ -297,9 +299,9 @@ def test_hatchs_entry_point_loads_nothing_of_the_package_and_its_dependencies() 
             "import hatch_epcontext.plugin, hatch_epcontext.jobs.run, hatch_epcontext.package.folder",
             HEAVY
             | {"click", "tomlkit"}
-            | {"hatch_epcontext.jobs.cache.shared", "hatch_epcontext.jobs.downloads"},
+            | {"hatch_epcontext.cache.shared", "hatch_epcontext.remote.downloads"},
         ),
-        ("import hatch_epcontext.jobs.cache.shared", {"fsspec", "s3fs", "aiohttp"}),
+        ("import hatch_epcontext.cache.shared", {"fsspec", "s3fs", "aiohttp"}),
     ],
 )
 def test_what_is_needed_later_or_never_is_not_loaded(code: str, unwanted: set[str]) -> None:

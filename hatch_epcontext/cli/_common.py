@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 
+from hatch_epcontext.cache.store import Store
 from hatch_epcontext.config.environ import PREFIX, REPORT_SUFFIXES, environment_or_error
 from hatch_epcontext.config.paths import NO_HOME, default_root, is_genai_folder
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import IncompleteError, build, build_with_report, open_cache

@@ -16,9 +16,9 @@ from hatch_epcontext.cli._tables import add_tables, new_targets, tables_options
 from hatch_epcontext.config.environ import environment_or_error
 from hatch_epcontext.config.location import Download
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Kind, Problem
-from hatch_epcontext.jobs.downloads import Downloads
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import check_environment
+from hatch_epcontext.remote.downloads import Downloads
 from hatch_epcontext.system import check_folder
 from hatch_epcontext.text import file_name, show
 from hatch_epcontext.tools.adding import NewModel, Pyproject, add_models, check_targets, new_model

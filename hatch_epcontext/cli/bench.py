@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.cli._common import echo, make_workers, show_table, warn
 from hatch_epcontext.cli._settings import (
     models_argument,
@@ -25,7 +26,6 @@ from hatch_epcontext.cli._settings import (
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.artifact import Artifact
-from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers

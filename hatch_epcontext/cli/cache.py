@@ -7,10 +7,10 @@ from collections import Counter
 
 import click
 
+from hatch_epcontext.cache.store import Entry, EntryKind
 from hatch_epcontext.cli._common import echo, open_store, show_table
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import ROOT
-from hatch_epcontext.jobs.cache.store import Entry, EntryKind
 from hatch_epcontext.text import count, show_size, to_toml
 
 _NOUNS: dict[EntryKind, str] = {
@@ -68,7 +68,7 @@ def new_key() -> None:
     Builds that write to the cache sign with the private key; builds that read from it trust the public key.
     The keys are only printed.
     """
-    from hatch_epcontext.jobs.cache.signing import new_keys
+    from hatch_epcontext.cache.signing import new_keys
 
     try:
         private, public = new_keys()

@@ -18,7 +18,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE, tool_table
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Key, Kind, Problem
 from hatch_epcontext.files import write_atomically
-from hatch_epcontext.jobs.downloads import Downloads, download_models
+from hatch_epcontext.remote.downloads import Downloads, download_models
 from hatch_epcontext.system import check_folder
 from hatch_epcontext.text import count, to_toml
 from hatch_epcontext.tools.pinning import Table, as_if_pinned, pin_location, pinned_line

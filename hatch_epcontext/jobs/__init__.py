@@ -1,1 +1,1 @@
-"""`Config` -> artifacts: plan, fingerprint, cache, jobs, and the report of what happened."""
+"""`Config` -> artifacts: plan, fingerprint, jobs, and the report of what happened."""

@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import hatch_epcontext
+from hatch_epcontext.cache.build import Cache, changed_error
+from hatch_epcontext.cache.shared import Transport, TransportError, in_thread
+from hatch_epcontext.cache.store import DamagedError, read_record
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.paths import default_root
 from hatch_epcontext.config.settings import SYNTHETIC, BuildSettings
@@ -28,9 +31,6 @@ from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Proble
 from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import GENERATOR, PACKAGE, Artifact, Built, Source
-from hatch_epcontext.jobs.cache.build import Cache, changed_error
-from hatch_epcontext.jobs.cache.shared import Transport, TransportError, in_thread
-from hatch_epcontext.jobs.cache.store import DamagedError, read_record
 from hatch_epcontext.jobs.genai import is_due
 from hatch_epcontext.jobs.job import run_job, store_result
 from hatch_epcontext.jobs.plan import Job

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from hatch_epcontext.cache.build import changed_error
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.config.tables import ValidateTable
@@ -26,7 +27,6 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import is_sha256
 from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built
-from hatch_epcontext.jobs.cache.build import changed_error
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.genai import answers_key, compare_answers
 from hatch_epcontext.jobs.keys import artifact_key, fingerprint, search_key, terms_of

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hatch_epcontext.cache.build import Index
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.jobs.cache.build import Index
 from hatch_epcontext.jobs.plan import FORMAT, Job
 from hatch_epcontext.jobs.recipe import Recipe
 from hatch_epcontext.jobs.search import Terms

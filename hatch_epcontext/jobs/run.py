@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.config.genai import with_cache_sizes
 from hatch_epcontext.config.paths import NO_HOME, default_root
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import BuildError, OutputError, merged
 from hatch_epcontext.jobs.artifact import Built, FailureReport, Result, Source
-from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.genai import open_folders
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan
@@ -71,7 +71,7 @@ def open_cache(config: Config, warn: Callable[[str], None]) -> Cache:
     if settings.shared_cache is None:
         return Cache(root, warn)
     # Imported here: few builds have a shared cache.
-    from hatch_epcontext.jobs.cache.shared import SharedCache
+    from hatch_epcontext.cache.shared import SharedCache
 
     return Cache(root, warn, SharedCache(settings, warn))
 
@@ -80,7 +80,7 @@ def download_sources(config: Config, workers: Workers) -> None:
     """Download the models from elsewhere, unless they are in the user's cache."""
     if any(model.download for model in config.models):
         # Imported here: few models come from elsewhere.
-        from hatch_epcontext.jobs.downloads import download_models
+        from hatch_epcontext.remote.downloads import download_models
 
         download_models(
             config.models, config, workers.progress or (lambda line: None), workers.pulse

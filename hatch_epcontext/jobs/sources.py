@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import hatch_epcontext
+from hatch_epcontext.cache.build import Cache, Index
 from hatch_epcontext.config.genai import check_caches
 from hatch_epcontext.config.settings import SYNTHETIC, Config, Model
 from hatch_epcontext.errors import BuildError, Kind, ModelError, Problem, merged
@@ -20,7 +21,6 @@ from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_fi
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.cache.build import Cache, Index
 from hatch_epcontext.jobs.plan import FORMAT, Plan, model_settings, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment

@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import AccidentError, BuildError, CrashError, LimitError, RefusedError
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.jobs.artifact import Artifact, Source
-from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.recipe import Change, Recipe, Record, Stop, Times

@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath, PurePosixPath
 
 import hatch_epcontext
+from hatch_epcontext.cache.build import changed_error
 from hatch_epcontext.config.genai_config import tokenizer_files
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import PACKAGE, Result, Source
-from hatch_epcontext.jobs.cache.build import changed_error
 from hatch_epcontext.jobs.genai import overlays
 from hatch_epcontext.jobs.plan import ships_source
 from hatch_epcontext.package import manifest

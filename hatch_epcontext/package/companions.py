@@ -36,15 +36,15 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import MAX_BYTES, file_sha256, temp_dir
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.index import IndexFile, files_of
 from hatch_epcontext.jobs.plan import jobs_of
 from hatch_epcontext.jobs.requirements import GENAI, TOOLS, WINDOWS_ML
-from hatch_epcontext.jobs.web import download
 from hatch_epcontext.package.bundle import Bundle
 from hatch_epcontext.package.folder import read
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata, tag
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
+from hatch_epcontext.remote.index import IndexFile, files_of
+from hatch_epcontext.remote.web import download
 from hatch_epcontext.serialize import to_plain, value_sha256
 from hatch_epcontext.shipped import METADATA
 from hatch_epcontext.text import listing, near_name, to_toml

@@ -14,9 +14,9 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 from hatch_epcontext.config.location import Download, HubFile, beside, check_url, file_of, hub_file
 from hatch_epcontext.errors import DownloadError, Kind
 from hatch_epcontext.files import is_portable, is_sha256
-from hatch_epcontext.jobs import web
-from hatch_epcontext.jobs.downloads import Downloads
 from hatch_epcontext.package.external_data import external_data
+from hatch_epcontext.remote import web
+from hatch_epcontext.remote.downloads import Downloads
 from hatch_epcontext.text import show, suggestion
 
 Table = Mapping[str, Any]

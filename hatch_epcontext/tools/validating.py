@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.config.genai_config import read_config
 from hatch_epcontext.config.paths import is_genai_folder
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
@@ -33,7 +34,6 @@ from hatch_epcontext.errors import (
 )
 from hatch_epcontext.files import link_or_copy, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import reason_not_to_run
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers

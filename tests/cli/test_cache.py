@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.cache.signing import public_key
+from hatch_epcontext.cache.store import Store
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import _OURS, temp_dir
-from hatch_epcontext.jobs.cache.signing import public_key
-from hatch_epcontext.jobs.cache.store import Store
 from tests.cli.conftest import Cli
 
 DAY = 86400

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from hatch_epcontext.cache.store import Store
 from hatch_epcontext.cli.app import app as commands
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.tools.pinning import Table, pin_location
 from tests.cli.conftest import Cli, problems
 from tests.hub import COMMIT, Hub, model_hub, sha256

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from hatch_epcontext.cache.signing import new_keys
 from hatch_epcontext.config.environ import PREFIX, VARIABLES, Environment, read_environment
 from hatch_epcontext.config.tables import BuildTable, WheelTable, declaration_of
 from hatch_epcontext.errors import Kind, collect
-from hatch_epcontext.jobs.cache.signing import new_keys
 from hatch_epcontext.text import toml_key
 from tests.config.examples import MODELS, problems
 from tests.config.examples import read as load

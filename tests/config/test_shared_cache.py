@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.cache.signing import new_keys, public_key
 from hatch_epcontext.config.location import (
     check_cache_url,
     key_bytes,
 )
 from hatch_epcontext.errors import Kind
-from hatch_epcontext.jobs.cache.signing import new_keys, public_key
 from tests.config.examples import MODELS, problems
 from tests.config.examples import read as load
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hatch_epcontext.cache.build import Cache
+from hatch_epcontext.cache.signing import sign, verify
+from hatch_epcontext.cache.store import DamagedError, Store
 from hatch_epcontext.jobs.artifact import Artifact
-from hatch_epcontext.jobs.cache.build import Cache
-from hatch_epcontext.jobs.cache.signing import sign, verify
-from hatch_epcontext.jobs.cache.store import DamagedError, Store
 from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.results import Agreement, Validated, Validation, ValidationStatus

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.errors import BuildError, Kind, ModelError
-from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.genai import open_folders
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_epcontext.jobs.cache.signing import new_keys
+from hatch_epcontext.cache.signing import new_keys
 from tests.conftest import REPOSITORY, needs_qnn
 from tests.integration.conftest import UV, run
 from tests.projects import make_project

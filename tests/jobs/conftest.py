@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build

@@ -12,9 +12,9 @@ import numpy as np
 import onnx
 import pytest
 
+from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.config.load import load
 from hatch_epcontext.errors import ConfigError, EpcontextError, Kind, Problem, Setting
-from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.run import build
 from tests.conftest import needs_qnn

@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hatch_epcontext.cache.shared import Transport
+from hatch_epcontext.cache.signing import new_keys
+from hatch_epcontext.cache.store import DamagedError, read_record
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import FileRecord, file_sha256
 from hatch_epcontext.jobs import cluster as cluster_module
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.cache.shared import Transport
-from hatch_epcontext.jobs.cache.signing import new_keys
-from hatch_epcontext.jobs.cache.store import DamagedError, read_record
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import FARM
@@ -45,10 +45,11 @@ pytestmark = pytest.mark.slow
 PRELOAD = """
 import os
 import hatch_epcontext
+from hatch_epcontext import system
 from hatch_epcontext.jobs.processes import process
 from tests.kept_server import KeptServers
 hatch_epcontext.__version__ = os.environ.get("PACKAGE_VERSION", hatch_epcontext.__version__)
-process._FIRST_BEAT = process._NEXT_BEATS = 0.5
+system._FIRST_BEAT = system._NEXT_BEATS = 0.5
 process.ForkServer = KeptServers().get
 """
 """What each dask worker runs at its start, so that no test waits for long, and jobs share a server."""

@@ -13,13 +13,13 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext import loader
+from hatch_epcontext.cache.build import Cache
+from hatch_epcontext.cache.store import Store
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, ModelError
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.jobs.cache.build import Cache
-from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hatch_epcontext.cache.build import Cache
+from hatch_epcontext.cache.store import Store
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
-from hatch_epcontext.jobs.cache.build import Cache
-from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers

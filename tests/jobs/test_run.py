@@ -12,6 +12,8 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from hatch_epcontext.cache.build import Cache
+from hatch_epcontext.cache.store import Store
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
@@ -19,8 +21,6 @@ from hatch_epcontext.files import is_intact
 from hatch_epcontext.jobs import job as job_module
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs import steps as steps_module
-from hatch_epcontext.jobs.cache.build import Cache
-from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import IncompleteError, build

@@ -9,12 +9,12 @@ from pathlib import Path
 import onnx
 import pytest
 
+from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.jobs import sources as sources_module
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.sources import read_sources
 from tests.models import network, save, save_with_data

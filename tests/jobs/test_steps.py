@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from onnx import helper
 
+from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.errors import AccidentError, Kind
 from hatch_epcontext.files import record_file
 from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.jobs.artifact import Artifact, Source
-from hatch_epcontext.jobs.cache.build import Cache
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.notes import notes
 from hatch_epcontext.jobs.plan import Job, plan

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hatch_epcontext.cache.build import Index
 from hatch_epcontext.config.tables import ToleranceTable, ValidateTable
 from hatch_epcontext.errors import Kind, UnavailableError
-from hatch_epcontext.jobs.cache.build import Index
 from hatch_epcontext.jobs.job import (
     check_required,
     validation_without_run,

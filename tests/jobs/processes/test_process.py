@@ -284,7 +284,7 @@ def test_a_worker_that_floods_its_log_is_stopped(
 def test_long_activities_are_reported_while_they_run(
     tmp_path: Path, check: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hatch_epcontext.jobs.processes.process._NEXT_BEATS", 0.2)
+    monkeypatch.setattr("hatch_epcontext.system._NEXT_BEATS", 0.2)
     check.write_text(
         "import os, time\n"
         "from hatch_epcontext.worker.protocol import announce\n"

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
+from hatch_epcontext.cache.shared import SharedCache, Transport
+from hatch_epcontext.cache.signing import new_keys, sign, verify
+from hatch_epcontext.cache.store import DamagedError, Store
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.settings import BuildSettings
 from hatch_epcontext.files import FileRecord, record_file, record_files
 from hatch_epcontext.jobs.artifact import Artifact
-from hatch_epcontext.jobs.cache.shared import SharedCache, Transport
-from hatch_epcontext.jobs.cache.signing import new_keys, sign, verify
-from hatch_epcontext.jobs.cache.store import DamagedError, Store
 from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.serialize import to_json
 from tests.conftest import make_record
@@ -501,7 +501,7 @@ def test_requests_go_through_the_proxy_of_the_environment(
 _WITHOUT_PACKAGE = """
 import json, sys
 from hatch_epcontext.config.settings import BuildSettings
-from hatch_epcontext.jobs.cache.shared import SharedCache
+from hatch_epcontext.cache.shared import SharedCache
 warnings = []
 sys.modules[sys.argv[1]] = None
 settings = BuildSettings(shared_cache=sys.argv[2], shared_cache_keys=(sys.argv[3],))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+from hatch_epcontext.cache.store import DamagedError
 from hatch_epcontext.config.location import LAYOUT, PRIVATE, PUBLIC, SIGNATURES, key_bytes, key_text
-from hatch_epcontext.jobs.cache.store import DamagedError
 from hatch_epcontext.system import pip_install
 
 _PURPOSE = f"hatch-epcontext {LAYOUT} statement\n".encode()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from hatch_epcontext.errors import DownloadError
-from hatch_epcontext.jobs.index import IndexFile, files_of
+from hatch_epcontext.remote.index import IndexFile, files_of
 
 SHA = "ab" * 32
 JSON = "application/vnd.pypi.simple.v1+json"

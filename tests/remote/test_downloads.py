@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.cache.store import Files, Store
 from hatch_epcontext.config.location import Download
 from hatch_epcontext.errors import BuildError, DownloadError, Kind
 from hatch_epcontext.files import file_sha256
-from hatch_epcontext.jobs import web
-from hatch_epcontext.jobs.cache.store import Files, Store
-from hatch_epcontext.jobs.downloads import Downloads
+from hatch_epcontext.remote import web
+from hatch_epcontext.remote.downloads import Downloads
 from hatch_epcontext.system import Heartbeat
 from tests.hub import SIGNED, TOKEN, Hub, model_hub, sha256
 
@@ -114,7 +114,7 @@ def test_a_byte_from_time_to_time_is_reported_and_then_an_error(
     hub: Hub, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web, "_WINDOW", 0.5)
-    monkeypatch.setattr("hatch_epcontext.jobs.processes.process._FIRST_BEAT", 0.2)
+    monkeypatch.setattr("hatch_epcontext.system._FIRST_BEAT", 0.2)
     hub.faults = {"m.onnx": "slow"}
     log = list[str]()
     with pytest.raises(DownloadError, match="fewer than 1000 bytes a second"):
@@ -242,7 +242,7 @@ def test_nothing_for_this_machine_goes_through_a_proxy(
 def test_a_file_beyond_the_limit_is_refused(
     hub: Hub, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hatch_epcontext.jobs.downloads.MAX_BYTES", 1000)
+    monkeypatch.setattr("hatch_epcontext.remote.downloads.MAX_BYTES", 1000)
     for fault in (None, "no-length"):
         hub.faults = {"m.onnx": fault}
         error = failure(download, tmp_path)

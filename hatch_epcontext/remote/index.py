@@ -15,7 +15,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from hatch_epcontext.errors import DownloadError
 from hatch_epcontext.files import is_sha256
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs import web
+from hatch_epcontext.remote import web
 
 _JSON = "application/vnd.pypi.simple.v1+json"
 _ACCEPT = f"{_JSON}, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"

@@ -11,15 +11,15 @@ from pathlib import Path
 import platformdirs
 import pytest
 
+from hatch_epcontext.cache import store as store_module
+from hatch_epcontext.cache.build import Cache
+from hatch_epcontext.cache.store import Files, Store
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.paths import default_root
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import FileRecord, is_sha256, record_file, record_files, temp_dir
 from hatch_epcontext.jobs.artifact import Artifact
-from hatch_epcontext.jobs.cache import store as store_module
-from hatch_epcontext.jobs.cache.build import Cache
-from hatch_epcontext.jobs.cache.store import Files, Store
 from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.jobs.run import open_cache
 from tests.conftest import make_record

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hatch_epcontext.cache import build as build_module
+from hatch_epcontext.cache.build import Index
+from hatch_epcontext.cache.store import Store
 from hatch_epcontext.errors import Kind, ModelError
 from hatch_epcontext.files import file_sha256
-from hatch_epcontext.jobs.cache import build as build_module
-from hatch_epcontext.jobs.cache.build import Index
-from hatch_epcontext.jobs.cache.store import Store
 
 LONG_AGO = 10**9
 

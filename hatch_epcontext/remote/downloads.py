@@ -10,13 +10,13 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from hatch_epcontext.cache.store import DamagedError, Files, Store, untrusted
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.location import Download, beside, hub_file
 from hatch_epcontext.config.paths import default_root
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import BuildError, DownloadError, Kind, Problem
 from hatch_epcontext.files import MAX_BYTES, FileRecord, file_sha256, temp_dir
-from hatch_epcontext.jobs.cache.store import DamagedError, Files, Store, untrusted
 from hatch_epcontext.system import Heartbeat, writing
 from hatch_epcontext.text import show_size
 
@@ -121,7 +121,7 @@ class Downloads:
         )
 
     def _fetch(self, url: str, file: Path) -> None:
-        from hatch_epcontext.jobs import web
+        from hatch_epcontext.remote import web
 
         def progress(arrived: int, total: int | None) -> None:
             if self._beat.due():

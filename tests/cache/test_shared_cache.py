@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from hatch_epcontext.cache import shared
+from hatch_epcontext.cache.build import Cache
+from hatch_epcontext.cache.signing import new_keys
+from hatch_epcontext.cache.store import Store
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import LAYOUT
@@ -21,10 +25,6 @@ from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import record_files
 from hatch_epcontext.jobs.artifact import Built, Result
-from hatch_epcontext.jobs.cache import shared
-from hatch_epcontext.jobs.cache.build import Cache
-from hatch_epcontext.jobs.cache.signing import new_keys
-from hatch_epcontext.jobs.cache.store import Store
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import build, open_cache

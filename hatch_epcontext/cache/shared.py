@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from hatch_epcontext.cache.signing import public_key, sign, verify
+from hatch_epcontext.cache.store import DamagedError, Store, files_of, read_record
 from hatch_epcontext.config.environ import CREDENTIALS, PREFIX
 from hatch_epcontext.config.location import LAYOUT, REQUIREMENTS
 from hatch_epcontext.config.settings import BuildSettings
 from hatch_epcontext.files import FileRecord, is_regular, patiently, record_file, remove, temp_dir
-from hatch_epcontext.jobs.cache.signing import public_key, sign, verify
-from hatch_epcontext.jobs.cache.store import DamagedError, Store, files_of, read_record
 from hatch_epcontext.serialize import to_json, value_sha256
 from hatch_epcontext.system import pip_install
 from hatch_epcontext.text import hide_credentials, hide_values, show_size

@@ -20,20 +20,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.errors import Kind, ModelError, Problem
-from hatch_epcontext.files import FileRecord, file_sha256
-from hatch_epcontext.jobs.cache.store import (
+from hatch_epcontext.cache.store import (
     DamagedError,
     EntryKind,
     Store,
     files_of,
     untrusted,
 )
+from hatch_epcontext.config.environ import PREFIX
+from hatch_epcontext.errors import Kind, ModelError, Problem
+from hatch_epcontext.files import FileRecord, file_sha256
 from hatch_epcontext.system import reason_not_written
 
 if TYPE_CHECKING:
-    from hatch_epcontext.jobs.cache.shared import SharedCache
+    from hatch_epcontext.cache.shared import SharedCache
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""What earlier builds kept: in the user's folder, and in a cache that machines share."""

@@ -1,1 +1,0 @@
-"""Artifacts of earlier builds: in the user's folder, and in a cache that machines share."""
