@@ -292,16 +292,17 @@ class _Follower:
         """The results of ``node``, if they are known numbers."""
         if graph.operator(node) in operators.SHAPES:
             return self._measure(node)
-        operands = [self.numbers.get(name) for name in node.input if name]
-        known = [numbers for numbers in operands if numbers is not None]
-        shapes = self._shapes(node.output) if known == operands else []
-        if not operands or not shapes or any(None in shape for shape in shapes):
+        operands = {name: self.numbers[name] for name in node.input if name in self.numbers}
+        if not operands or operands.keys() != {*filter(None, node.input)}:
             return None
-        fixed = [tuple(size for size in shape if size is not None) for shape in shapes]
-        if max(map(math.prod, fixed)) > _MAX_NUMBERS:
+        shapes = self._shapes(node.output)
+        if any(
+            None in shape or math.prod(size or 0 for size in shape) > _MAX_NUMBERS
+            for shape in shapes
+        ):
             return None
         try:
-            return compute(node, known, fixed)
+            return compute(node, operands, self._opset)
         except INVALID:
             return None
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper
 
 from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph.evaluating import evaluate
 
 ROWS = 998_244_353
 """The number of rows for which sizes are inferred: a prime, larger than the sizes that models have.
@@ -21,7 +20,6 @@ It is smaller than the numbers, from 10^9 on, that exporters write for the end o
 """
 
 Array = NDArray[Any]
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,30 +44,27 @@ class Numbers:
 
 
 def compute(
-    node: onnx.NodeProto, operands: Sequence[Numbers], shapes: Sequence[Shape]
+    node: onnx.NodeProto, operands: Mapping[str, Numbers], opset: int
 ) -> list[Numbers] | None:
-    """The results of ``node``, whose ``shapes`` were inferred; None if they are not known.
-
-    ``operands``: without those that are missing.
-    """
-    operator = graph.operator(node)
-    if all(numbers.is_fixed for numbers in operands):
-        arrays = [numbers.fixed for numbers in operands]
-        results = _move(node, arrays, shapes)
-        if results is None and operator in _FUNCTIONS:
-            results = [np.asarray(_FUNCTIONS[operator](*arrays)).reshape(shapes[0])]
-        return None if results is None else [Numbers.of(array) for array in results]
+    """The results of ``node``, whose ``operands`` are given by their names; None if they are not known."""
+    operator, values = graph.operator(node), [*operands.values()]
+    if operator not in _MOVES and operator not in _COMPUTED.split():
+        return None
+    fixed = {name: numbers.fixed for name, numbers in operands.items()}
+    if all(numbers.is_fixed for numbers in values):
+        return [*map(Numbers.of, evaluate(node, fixed, opset))]
     if operator in _LINEAR:
-        return [_LINEAR[operator](*operands)]
-    moved = operands if operator == "Concat" else operands[:1]
-    others = [numbers.fixed for numbers in operands[len(moved) :] if numbers.is_fixed]
-    if len(moved) + len(others) < len(operands):
+        return [_LINEAR[operator](*(operands[name] for name in node.input))]
+    if operator not in _MOVES:
         return None
-    fixed = _move(node, [*(numbers.fixed for numbers in moved), *others], shapes)
-    per_row = _move(node, [*(numbers.per_row for numbers in moved), *others], shapes)
-    if fixed is None or per_row is None:
+    moved = [*operands] if operator == "Concat" else node.input[:1]
+    if not all(numbers.is_fixed for name, numbers in operands.items() if name not in moved):
         return None
-    return [Numbers(*parts) for parts in zip(fixed, per_row, strict=True)]
+    if operator == "Cast":
+        _rounded(*values)
+    per_row = fixed | {name: operands[name].per_row for name in moved}
+    parts = (evaluate(node, numbers, opset) for numbers in (fixed, per_row))
+    return [Numbers(*pair) for pair in zip(*parts, strict=True)]
 
 
 def sections(
@@ -97,52 +92,16 @@ def sections(
         yield int(axes.fixed.ravel()[i]), (start, end, stride)
 
 
-def _move(
-    node: onnx.NodeProto, arrays: Sequence[Array], shapes: Sequence[Shape]
-) -> list[Array] | None:
-    """The results of an operator that moves numbers; None for another one."""
-    operator = graph.operator(node)
-    if operator in operators.RESHAPING:
-        return [arrays[0].reshape(shapes[0])]
-    if operator == "Split":
-        axis = graph.number(node, "axis", 0)
-        return np.split(arrays[0], np.cumsum([shape[axis] for shape in shapes])[:-1], axis)
-    if (move := _MOVES.get(operator)) is None:
-        return None
-    return [np.asarray(move(node, shapes[0], *arrays))]
-
-
-def _cut(node: onnx.NodeProto, shape: Shape, first: Array, *others: Array) -> Array:
-    cut = [slice(None)] * first.ndim
-    operands = iter([None, *map(Numbers.of, others)])
-    present = [next(operands) if name else None for name in node.input]
-    for axis, numbers in sections(node, present):
-        cut[axis] = slice(*(int(number.fixed) for number in numbers))
-    return np.asarray(first[tuple(cut)])
-
-
-def _cast(node: onnx.NodeProto, shape: Shape, first: Array) -> Array:
-    return first.astype(helper.tensor_dtype_to_np_dtype(graph.number(node, "to", 0)))
-
-
-def _constant(node: onnx.NodeProto, shape: Shape, sizes: Array) -> Array:
-    value = graph.array_of(graph.attribute(node, "value", None))
-    return np.full(shape, np.float32(0) if value is None else value)
-
-
-_MOVES: Mapping[str, Callable[..., Array]] = {
-    "Cast": _cast,
-    "Concat": lambda node, shape, *arrays: np.concatenate(arrays, graph.number(node, "axis", 0)),
-    "ConstantOfShape": _constant,
-    "Expand": lambda node, shape, first, sizes: np.broadcast_to(first, shape),
-    "Gather": lambda node, shape, first, indices: np.take(
-        first, indices, graph.number(node, "axis", 0)
-    ),
-    "Slice": _cut,
-    "Tile": lambda node, shape, first, repeats: np.tile(first, repeats),
-    "Transpose": lambda node, shape, first: first.transpose(graph.attribute(node, "perm", None)),
+_MOVES = operators.RESHAPING | {
+    *("Cast", "Concat", "Expand", "Gather", "Slice", "Split", "Tile", "Transpose")
 }
-"""Operators that move numbers, as functions of the node, the shape of its result and its operands."""
+"""Operators that move numbers: what they do with a sum, they do with each part of it."""
+
+_COMPUTED = """
+Abs Add And Ceil ConstantOfShape Div Equal Floor Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Neg
+Not Or Pow Range ReduceProd ReduceSum Sqrt Sub Where
+"""
+"""Operators whose results are known for numbers that do not depend on the number of rows."""
 
 
 def _divide(one: Array, other: Array) -> Array:
@@ -150,37 +109,6 @@ def _divide(one: Array, other: Array) -> Array:
         quotient = np.abs(one) // np.abs(other)
         return np.asarray(np.sign(one) * np.sign(other) * quotient, one.dtype)
     return np.asarray(one / other)
-
-
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "Abs": np.abs,
-    "Add": np.add,
-    "And": np.logical_and,
-    "Ceil": np.ceil,
-    "Div": _divide,
-    "Equal": np.equal,
-    "Floor": np.floor,
-    "Greater": np.greater,
-    "GreaterOrEqual": np.greater_equal,
-    "Less": np.less,
-    "LessOrEqual": np.less_equal,
-    "Max": lambda *arrays: reduce(np.maximum, arrays),
-    "Min": lambda *arrays: reduce(np.minimum, arrays),
-    "Mod": np.mod,
-    "Mul": np.multiply,
-    "Neg": np.negative,
-    "Not": np.logical_not,
-    "Or": np.logical_or,
-    "Pow": lambda base, exponent: np.power(base, exponent).astype(base.dtype),
-    "Range": np.arange,
-    "Sqrt": np.sqrt,
-    "Sub": np.subtract,
-    "Where": np.where,
-    # Of several numbers only if one is left: `compute` refuses another shape.
-    "ReduceProd": lambda array, *axes: np.prod(array, dtype=array.dtype),
-    "ReduceSum": lambda array, *axes: np.sum(array, dtype=array.dtype),
-}
-"""Functions of numbers that do not depend on the number of rows."""
 
 
 def _product(one: Numbers, other: Numbers) -> Numbers:

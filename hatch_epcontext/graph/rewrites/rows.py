@@ -5,6 +5,7 @@ Rows of a batch stay apart: an expression says how the columns of one row follow
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array, Numbers
+from hatch_epcontext.graph.evaluating import evaluate
 
 ACTIVATIONS = ("Sigmoid", "Tanh", "Relu", "HardSigmoid")
 
@@ -205,13 +206,15 @@ class Body:
 
     def compute(self, node: onnx.NodeProto) -> None:
         """Add the outputs of ``node``; those that depend on unknown values, or are no rows, stay unknown."""
-        operands = [self.values.get(name) for name in node.input]
-        inputs = [value for value in operands if value is not None]
+        operands = {name: self.values[name] for name in node.input if name in self.values}
         if not {*graph.read_by(node)} <= {"", *self.values} or graph.is_random(node):
             return
+        inputs = [self.values[name] for name in node.input if name]
+        arrays = {name: v for name, v in operands.items() if not isinstance(v, Rows)}
         results: Sequence[Value] = ()
-        if not any(isinstance(value, Rows) for value in inputs):
-            results = self._fold(node)
+        if len(arrays) == len(operands):
+            with contextlib.suppress(ValueError):
+                results = evaluate(node, arrays, self.opset)
         elif node.op_type == "Shape" and isinstance(inputs[0], Rows):
             results = [np.array(inputs[0].shape, np.int64)]
         elif rule := _RULES.get(graph.operator(node)):
@@ -220,22 +223,6 @@ class Body:
             except NoRowsError:
                 return
         self.values.update(zip(node.output, results, strict=False))
-
-    def _fold(self, node: onnx.NodeProto) -> Sequence[Value]:
-        # Imported here: few models need it, and it imports all operators.
-        from onnx.reference import ReferenceEvaluator
-
-        names = [onnx.ValueInfoProto(name=name) for name in node.input if name]
-        results = [onnx.ValueInfoProto(name=name) for name in node.output]
-        opsets = [helper.make_opsetid("", self.opset)]
-        single = helper.make_graph([node], "node", names, results)
-        feeds = {value.name: self.values[value.name] for value in names}
-        try:
-            evaluator = ReferenceEvaluator(helper.make_model(single, opset_imports=opsets))
-            return [*map(np.asarray, evaluator.run(None, feeds))]
-        except Exception:
-            # onnx runs less than ONNX Runtime.
-            return ()
 
     def together(self, *values: Value) -> tuple[tuple[int, ...], list[Expression]]:
         """The common dimensions of ``values`` that are combined column by column, and their rows.

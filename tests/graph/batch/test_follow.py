@@ -161,6 +161,9 @@ MIXING = {
     "a Gemm along the rows": "(float[N, 6] x) => (float[6, 6] y) { y = Gemm <transA = 1> (x, x) }",
     "the half of the rows": """(float[N, 6] x) => (float[N, 6] y) { n = Shape <end = 1> (x)
         h = Div (n, two) f = Cast <to = 1> (h) y = Add (x, f) }""",
+    "the half of the rows, rounded": """(float[N, 6] x) => (float[N, 6] y) { n = Shape <end = 1> (x)
+        f = Cast <to = 1> (n) h = Mul (f, half) i = Cast <to = 7> (h) g = Cast <to = 1> (i)
+        y = Add (x, g) }""",
     "an unknown operator": "(float[N, 6] x) => (float[N, 6] y) { y = our.own.Scale (x) }",
     "an output without rows": "(float[N, 6] x) => (float[N, 6] y, float[6] z) { y = Relu (x) z = Neg (s6) }",
     "rows after other axes": "(float[N, 6] x) => (float[M, 6] y) { y = Tile (x, twice) }",
@@ -169,6 +172,7 @@ MIXING = {
 STORED: dict[str, Any] = {
     "yes": np.array(True),
     "six": np.float32(6),
+    "half": np.float32(0.5),
     "first": np.int64(0),
     "zero": np.int64(0),
     "step": np.int64(1),
