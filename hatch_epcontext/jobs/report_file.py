@@ -13,6 +13,7 @@ from string import Template
 from hatch_epcontext.errors import Kind, OutputError, Problem
 from hatch_epcontext.files import known_text, write_atomically
 from hatch_epcontext.jobs.artifact import FailureReport
+from hatch_epcontext.jobs.boards import BoardReport
 from hatch_epcontext.jobs.report import (
     JobReport,
     ModelReport,
@@ -56,9 +57,17 @@ def write_report(report: Report, title: str, path: Path) -> None:
 
     Raises OutputError as `check_report` does: a file may have appeared since.
     """
-    text = render_page(report, title)
+    _write(to_json(report) if path.suffix == ".json" else render_page(report, title), path)
+
+
+def write_board_report(report: BoardReport, path: Path) -> None:
+    """Write the ``report`` of a board as JSON, as `write_report` does."""
+    _write(to_json(report), path)
+
+
+def _write(text: str, path: Path) -> None:
     if path.suffix == ".json":
-        text = to_json(report).replace("{\n", f'{{\n  "checksum": "{_UNKNOWN}",\n', 1)
+        text = text.replace("{\n", f'{{\n  "checksum": "{_UNKNOWN}",\n', 1)
     check_report(path)
     with writing("the report", path.parent, str(path), OutputError):
         # Keeps a link.

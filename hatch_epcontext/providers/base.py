@@ -221,6 +221,15 @@ class Provider:
     simulator_speed: float = 0.0
     """About how many multiply-adds of a model it simulates in a second; 0 without a simulator."""
 
+    name_fact: str = "Description"
+    """The fact of a device that is the chip's name; by default the one that ONNX Runtime adds on Windows."""
+
+    driver_fact: str = ""
+    """The fact of a device that is its driver's version, if the EP has one."""
+
+    device_query: tuple[str, ...] = ()
+    """The driver's command that prints the name and the driver's version of each device, with a comma."""
+
     exclusive_device: bool = False
     """Whether concurrent steps disturb each other on its device: they measure kernels to choose the fastest,
     or need its whole memory."""

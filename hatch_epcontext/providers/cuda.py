@@ -51,6 +51,7 @@ class Cuda(Provider):
     # TF32 has ten bits of mantissa.
     tolerance = Tolerance(snr=30, cosine=0.999)
     needs = "an NVIDIA GPU, CUDA and cuDNN"
+    device_query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     verified = "Optimized, loaded and run. Without a GPU the CPU runs the graph."
     hardware = "Verified on an NVIDIA H200."
     systems = ("linux", "win32")

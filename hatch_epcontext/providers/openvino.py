@@ -66,6 +66,9 @@ class OpenVINO(Provider):
     # With 16 bits its CPU device computes wrong: -2 dB in a small network, and 37 dB with 8 bits.
     quantized_activation = "uint8"
     needs = "Intel hardware: on other processors it offers no device, not even the CPU"
+    name_fact = "FULL_DEVICE_NAME"
+    # OpenVINO's property of NPUs (runtime/intel_npu/properties.hpp).
+    driver_fact = "NPU_DRIVER_VERSION"
     verified = "The CPU device, on an Intel Xeon with Linux: compiled, loaded and run, external and embedded."
     hardware = "CPU: verified. GPU and NPU: not verified on hardware."
     requirements = ("onnxruntime-ep-openvino>=1.8",)

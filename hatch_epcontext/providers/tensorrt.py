@@ -87,6 +87,7 @@ class TensorRT(Provider):
     exclusive_device = True
     tolerance = Tolerance(snr=20, cosine=0.99)
     needs = "an NVIDIA GPU, CUDA and TensorRT"
+    device_query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     verified = "Up to the error that TensorRT and CUDA are missing."
     systems = ("linux", "win32")
     options = _OPTIONS

@@ -108,12 +108,12 @@ def describe_machine(
             for p in problems
         ),
         tuple(platform_tags()),
-        _chip(),
+        chip_name(),
         runtime,
     )
 
 
-def _chip() -> str | None:
+def chip_name() -> str | None:
     """The name of this machine's chip, as the system knows it."""
     if sys.platform == "win32":
         import winreg

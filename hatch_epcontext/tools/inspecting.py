@@ -27,7 +27,7 @@ READING = tuple(tool for tool in TOOLS if Requirement(tool).name in ("onnx", "nu
 TIMEOUT = 300.0
 """Seconds for reading one ONNX file."""
 
-_WHEEL, _SDISTS = ".whl", (".tar.gz", ".zip", ".tgz")
+WHEEL, _SDISTS = ".whl", (".tar.gz", ".zip", ".tgz")
 _BESIDE = "Copy it beside the model, or make both again."
 
 
@@ -57,7 +57,7 @@ def inspect(path: Path) -> Inspection:
         }
         return Inspection(str(path), _read_all(manifests, path))
     # Not a pipe, which would block.
-    if is_regular(path) and path.suffix == _WHEEL:
+    if is_regular(path) and path.suffix == WHEEL:
         return _inspect_wheel(path)
     if path.name.endswith(_SDISTS):
         message = "is an sdist, which has the source models and nothing compiled."
@@ -177,7 +177,7 @@ def _read_all(manifests: Mapping[str, Callable[[], bytes]], path: Path) -> dict[
     if not packages:
         message = f"has no {FILE} of a model package that hatch-epcontext wrote."
         hint = "Name a wheel or a package that was built with models, or an ONNX file."
-        if path.suffix == _WHEEL:
+        if path.suffix == WHEEL:
             hint = (
                 "The build left them out: check that pyproject.toml switches the hook on "
                 f"([{HOOK}]) or names the build back end hatch_epcontext.backend, and that "

@@ -9,9 +9,9 @@ import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hatch_epcontext.cache.build import Cache
@@ -32,8 +32,10 @@ from hatch_epcontext.errors import (
     Setting,
     UnavailableError,
 )
-from hatch_epcontext.files import link_or_copy, temp_dir
+from hatch_epcontext.files import FileRecord, link_or_copy, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.jobs.artifact import Source
+from hatch_epcontext.jobs.boards import BoardEntry, BoardRun
 from hatch_epcontext.jobs.job import reason_not_to_run
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
@@ -45,9 +47,15 @@ from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, Vari
 from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
 from hatch_epcontext.text import listing, show, suggestion
+from hatch_epcontext.tools.boards import RUNS, Board
 from hatch_epcontext.tools.configure import configure, name_models, nested
 from hatch_epcontext.tools.inspecting import inspect, inspect_model, verify_model
-from hatch_epcontext.worker.requests import InspectReply, PrepareRequest, ValidateRequest
+from hatch_epcontext.worker.requests import (
+    InspectReply,
+    PrepareRequest,
+    TimeOpeningRequest,
+    ValidateRequest,
+)
 from hatch_epcontext.worker.results import Context, Validated, Validation, ValidationStatus
 
 _REQUIRED = {"validate.mode": "require"}
@@ -98,7 +106,8 @@ class ValidatedContext:
 class ValidatedVariant:
     """A variant of a component: the facts of its file, and its validation.
 
-    Both are None if it failed, or was not run although that was required; ``problems`` are why.
+    Both are None if it failed, or was not run although that was required; ``problems`` are why. ``entry``:
+    what a report of this machine has of it; None without a report, and of the source. ``run``: as in that.
     """
 
     component: str
@@ -107,6 +116,8 @@ class ValidatedVariant:
     model: InspectReply | None = None
     validation: Validation | None = None
     problems: tuple[Problem, ...] = ()
+    run: BoardRun | None = None
+    entry: BoardEntry | None = None
 
     @property
     def name(self) -> str:
@@ -141,9 +152,9 @@ def validate_context(
     _check_chip(context, model, job.target.provider, job.target.settings)
     mode = job.models[0].validate.mode
 
-    def run() -> Validation:
+    def run() -> _Ran:
         if mode not in _RUN:
-            return Validation(ValidationStatus.STRUCTURE)
+            return _Ran(Validation(ValidationStatus.STRUCTURE))
         check_environment(planned.config.targets, planned.requirements)
         workers = make_workers(planned.config.build.timeout)
         if source is None:
@@ -152,22 +163,30 @@ def validate_context(
             cut = cut_plan(planned, Cache(None, lambda line: None), workers, staging)
             return _run(context, model, cut.jobs[0], workers, compare=True)
 
-    validation = _validate(mode, run, str(context))
+    validation = _validate(mode, run, str(context)).validation
     return ValidatedContext(str(context), known.name, known.ep, model, validation)
 
 
-def _validate(mode: ValidationMode, run: Callable[[], Validation], location: str) -> Validation:
+@dataclass(frozen=True)
+class _Ran:
+    """How an artifact was validated, and what a report of this machine says of that."""
+
+    validation: Validation
+    run: BoardRun | None = None
+
+
+def _validate(mode: ValidationMode, run: Callable[[], _Ran], location: str) -> _Ran:
     """What ``run`` returns; or, unless the ``mode`` requires it, why this machine cannot run the artifact."""
     try:
-        validation = run()
+        ran = run()
     except (RequirementError, UnavailableError) as error:
         if mode == "require":
             raise
         reason = error.problems[0].message.splitlines()[0].rstrip(".")
-        return Validation(ValidationStatus.STRUCTURE, reason=reason)
-    if mode == "require" and validation.status is not ValidationStatus.RAN:
-        raise _not_run(f"it was run on the CPU only: {validation.reason}", location)
-    return validation
+        return _Ran(Validation(ValidationStatus.STRUCTURE, reason=reason))
+    if mode == "require" and ran.validation.status is not ValidationStatus.RAN:
+        raise _not_run(f"it was run on the CPU only: {ran.validation.reason}", location)
+    return ran
 
 
 def _not_run(reason: str, location: str = "") -> UnavailableError:
@@ -250,9 +269,7 @@ def _reason_not_to_open(path: Path, model: InspectReply, provider: Provider) -> 
     return None
 
 
-def _run(
-    path: Path, model: InspectReply, job: Job, workers: Workers, *, compare: bool
-) -> Validation:
+def _run(path: Path, model: InspectReply, job: Job, workers: Workers, *, compare: bool) -> _Ran:
     """Run the artifact, and ``compare`` it with the job's model, which is otherwise the artifact itself."""
     (configured,) = job.models
     ModelError.check(unknown_outputs(configured, model.outputs))
@@ -273,15 +290,26 @@ class _Opened:
 
 
 def _run_moved(
-    opened: _Opened, to_run: Model, target: Target, workers: Workers, *, compare: bool
-) -> Validation:
+    opened: _Opened,
+    to_run: Model,
+    target: Target,
+    on: Workers | Board,
+    *,
+    compare: bool,
+) -> _Ran:
     """Run the artifact on ``target``, from a moved copy of its files, or of its folder.
 
-    ``to_run``: the source to ``compare`` with, or the artifact itself. Raises UnavailableError if it cannot
-    be run here, and BuildError if it fails.
+    ``to_run``: the source to ``compare`` with, or the artifact itself. On a board a difference is a result,
+    and the device itself may open what a simulator does not. Raises UnavailableError if it cannot be run
+    here, and BuildError if it fails.
     """
     provider, facts, location = target.provider, opened.facts, opened.location
-    if reason := reason_not_to_run(provider) or _reason_not_to_open(opened.path, facts, provider):
+    board = on if isinstance(on, Board) else None
+    workers = on.workers if isinstance(on, Board) else on
+    device = board.device(target) if board else None
+    if (device is None or device.simulated) and (
+        reason := reason_not_to_run(provider) or _reason_not_to_open(opened.path, facts, provider)
+    ):
         raise _not_run(reason, location)
     tolerance = to_run.tolerance_for(target) if compare else None
     with temp_dir() as staging:
@@ -304,12 +332,21 @@ def _run_moved(
         # Which makes both folders.
         prepare = partial(workers.call, source, staging / "source" / "call", location=location)
         validated = validate_moved(request, call, prepare) if compare else call(request)
-    validation = validated.validation
-    if validation.differs:
-        raise BuildError(*validation.problems).located(location)
-    if not compare and validation.reason is None:
-        return replace(validation, reason="there is no source to compare with")
-    return validation
+        validation = validated.validation
+        if validation.differs and device is None:
+            raise BuildError(*validation.problems).located(location)
+        if not compare and validation.reason is None:
+            validation = replace(validation, reason="there is no source to compare with")
+        if device is None or validation.status is not ValidationStatus.RAN:
+            return _Ran(validation)
+        timing = None
+        if not (validation.differs or validation.simulated):
+            timed = TimeOpeningRequest(
+                str(moved / name), target, True, False, to_run, facts.inputs, {}, RUNS
+            )
+            timing = workers.call(timed, staging / "timing", location=location)
+        compatibility = facts.compatibility.get(provider.ep, "")
+        return _Ran(validation, device.run(target, compatibility, validation, timing))
 
 
 def _copy(opened: _Opened, moved: Path) -> str:
@@ -342,8 +379,32 @@ def _fixed_shapes(inputs: Iterable[TensorFacts]) -> dict[str, tuple[int, ...]]:
     }
 
 
+@dataclass(frozen=True)
+class Reporting:
+    """A report of this machine about a package.
+
+    ``package``: what messages call it. ``sources``: models of the project that it was built from, by their
+    names, with their samples.
+    """
+
+    package: str
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+    def source_of(self, name: str, component: Component) -> Model | None:
+        """The source of ``component`` in the project; raises InspectionError if it is another model now."""
+        source = self.sources.get(name)
+        if source is not None and source.identity != component.about.identity:
+            message = f"the project has another model {name!r} than the package."
+            hint = "Name the sdist that the wheel was built from."
+            raise InspectionError(Problem(Kind.CHANGED_FILE, self.package, message, hint))
+        return source.model if source else None
+
+
 def validate_package(
-    path: Path, settings: Mapping[str, Any], make_workers: Callable[[float], Workers]
+    path: Path,
+    settings: Mapping[str, Any],
+    make_workers: Callable[[float], Workers],
+    reporting: Reporting | None = None,
 ) -> Iterator[ValidatedVariant]:
     """Validate the model package in the folder ``path``, and yield each variant when it is finished.
 
@@ -351,15 +412,16 @@ def validate_package(
     compared with the package's own source model, or else its first variant for the CPU. ``make_workers`` gets
     the timeout in seconds.
 
+    When ``reporting`` each has an entry: what cannot be run here, or differs, is a result, what a device runs
+    is timed, and ``device = "any"`` of the ``settings`` accepts simulators.
+
     Raises InspectionError with all errors of the manifest, or with all files that are damaged; ConfigError
     for settings that only a single context model takes; and RequirementError when ONNX Runtime is not
     installed.
     """
-    settings = nested(_REQUIRED, settings)
-    if names := settings.keys() - {"validate", "build", "dims", "shapes"}:
-        message = "is for a single context model: the variants of a model package have their own."
-        keys = (Key() / name for name in sorted(names))
-        raise ConfigError(*(Problem.at(key, Kind.NOT_APPLICABLE, message) for key in keys))
+    settings = nested(_REQUIRED if reporting is None else {"validate.mode": "auto"}, settings)
+    any_device = reporting is not None and settings.get("device") == "any"
+    _check_settings(settings, reporting)
     package = _read(path)
     InspectionError.check(damaged_files(path, package))
     # Any file will do for the path: the model itself is not read here.
@@ -368,31 +430,102 @@ def validate_package(
     ConfigError.check(_unknown_sizes(model, package.components.values()))
     if model.validate.mode in _RUN:
         check_environment((), INSPECTION)
-    chosen = settings["validate"]
-    named = {name: getattr(model.validate, name) for name in chosen}
+    named = {name: getattr(model.validate, name) for name in settings["validate"]}
     with make_workers(config.build.timeout) as workers:
+        on = workers if reporting is None else Board(workers, any_device=any_device)
         for name, component in package.components.items():
-            for target, variant in component.variants.items():
-                result = ValidatedVariant(name, target, variant.ep)
-                location = f"{path}: {result.name}"
-                try:
-                    own = replace(
-                        model,
-                        dims={**component.about.dims, **model.dims},
-                        shapes={**component.about.fed, **model.shapes},
-                        validate=replace(component.about.validate, **named),
-                    )
-                    result = _validate_variant(result, component, path, own, workers, location)
-                except EpcontextError as error:
-                    # The key of a problem is one that no user wrote.
-                    problems = (
-                        replace(problem, key=None, location=location)
-                        if problem.key or not problem.location
-                        else problem
-                        for problem in error.problems
-                    )
-                    result = replace(result, problems=tuple(problems))
+            own = replace(
+                model,
+                dims={**component.about.dims, **model.dims},
+                shapes={**component.about.fed, **model.shapes},
+                validate=replace(component.about.validate, **named),
+            )
+            if reporting and (source := reporting.source_of(name, component)):
+                table = replace(own.validate, **{"inputs": source.validate.inputs, **named})
+                own = replace(own, path=source.path, validate=table)
+            location = reporting.package if reporting else path
+            for target in component.variants:
+                result = _validated(package, path, (name, target), own, on, f"{location}: ")
+                if reporting and target != SOURCE:
+                    entry = _entry(package, result, reporting.sources.get(name))
+                    result = replace(result, entry=entry)
                 yield result
+
+
+def _check_settings(settings: dict[str, Any], reporting: Reporting | None) -> None:
+    """Raise ConfigError for settings that a package has itself; leaves out the device of a report."""
+    allowed = {"validate", "build", "dims", "shapes"}
+    if reporting is not None and settings.get("device") == "any":
+        del settings["device"]
+    message = "is for a single context model: the variants of a model package have their own."
+    problems = [
+        Problem.at(Key() / name, Kind.NOT_APPLICABLE, message)
+        for name in sorted(settings.keys() - allowed)
+    ]
+    if reporting is not None and "tolerance" in settings["validate"]:
+        message = "is not for a report, which has the limits of the project."
+        problems.append(Problem.at(Key() / "validate" / "tolerance", Kind.NOT_APPLICABLE, message))
+    ConfigError.check(problems)
+
+
+def _validated(
+    package: ModelPackage,
+    path: Path,
+    names: tuple[str, str],
+    model: Model,
+    on: Workers | Board,
+    where: str,
+) -> ValidatedVariant:
+    """The variant with these ``names`` of component and target; problems are at its name after ``where``."""
+    name, target = names
+    component = package.components[name]
+    result = ValidatedVariant(name, target, component.variants[target].ep)
+    location = f"{where}{result.name}"
+    try:
+        result = _validate_variant(result, component, path, model, on, location)
+    except EpcontextError as error:
+        # The key of a problem is one that no user wrote.
+        problems = (
+            replace(problem, key=None, location=location)
+            if problem.key or not problem.location
+            else problem
+            for problem in error.problems
+        )
+        return replace(result, problems=tuple(problems))
+    return result
+
+
+def _entry(package: ModelPackage, result: ValidatedVariant, source: Source | None) -> BoardEntry:
+    """What a report of this machine has of ``result``, a variant of ``package``.
+
+    ``source``: the project's own, if it was compared with that.
+    """
+    component = package.components[result.component]
+    variant, reference = component.variants[result.variant], _reference(component, result.variant)
+    compared_with = _files_in(package, reference) if reference else {}
+    reason = result.validation.reason if result.validation and result.run is None else None
+    if result.problems:
+        reason = result.problems[0].message.splitlines()[0]
+    return BoardEntry(
+        result.component,
+        result.variant,
+        result.ep,
+        component.about.identity,
+        _files_in(package, variant),
+        result.run,
+        source.records if source else compared_with,
+        reason or "",
+    )
+
+
+def _files_in(package: ModelPackage, variant: Variant) -> dict[str, FileRecord]:
+    """The files in the folder of ``variant``, by their path in it."""
+    folder = PurePosixPath(variant.variant_directory)
+    return {
+        PurePosixPath(name).relative_to(folder).as_posix(): record
+        for name, record in package.files.items()
+        if PurePosixPath(name).is_relative_to(folder)
+    }
 
 
 def _unknown_sizes(model: Model, components: Iterable[Component]) -> Iterator[Problem]:
@@ -438,7 +571,7 @@ def _validate_variant(
     component: Component,
     folder: Path,
     model: Model,
-    workers: Workers,
+    on: Workers | Board,
     location: str,
 ) -> ValidatedVariant:
     """``result`` with what validating the variant says; ``model`` has the settings of the validation.
@@ -447,17 +580,20 @@ def _validate_variant(
     """
     variant, mode = component.variants[result.variant], model.validate.mode
     file = folder / variant.model_file
-    opened = inspect_model(file, workers)
+    opened = inspect_model(file, on.workers if isinstance(on, Board) else on)
     verify_model(file, opened)
 
-    def run() -> Validation:
+    def run() -> _Ran:
         target = _target(variant, result.variant, file, opened)
         if mode not in _RUN:
-            return Validation(ValidationStatus.STRUCTURE)
-        if variant.about is not None and variant.about.needs_device:
+            return _Ran(Validation(ValidationStatus.STRUCTURE))
+        is_simulated = not isinstance(on, Board) or on.device(target).simulated
+        if variant.about is not None and variant.about.needs_device and is_simulated:
             reason = f"only the device itself can open it, and no simulator of {variant.ep}"
             raise _not_run(reason, location)
         reference = _reference(component, result.variant)
+        # The path is that of the manifest, unless the project's own source is known.
+        is_known = model.path.name != FILE
         names = {tensor.name for tensor in opened.inputs}
         configured = (tensor for tensor in component.about.inputs if tensor.name in names)
         files = folder / (reference or variant).variant_directory
@@ -465,7 +601,9 @@ def _validate_variant(
         to_run = replace(
             model,
             name=result.component,
-            path=(folder / reference.model_file if reference else file).absolute(),
+            path=model.path
+            if is_known
+            else (folder / reference.model_file if reference else file).absolute(),
             targets=(),
             static_shapes=True,
             dims={},
@@ -477,9 +615,15 @@ def _validate_variant(
             },
         )
         own = _Opened(file, opened, location, folder / variant.variant_directory)
-        return _run_moved(own, to_run, target, workers, compare=reference is not None)
+        return _run_moved(own, to_run, target, on, compare=is_known or reference is not None)
 
-    return replace(result, model=opened, validation=_validate(mode, run, location))
+    ran = _validate(mode, run, location)
+    result = replace(result, model=opened, run=ran.run)
+    if ran.validation.differs:
+        return replace(
+            result, problems=BuildError(*ran.validation.problems).located(location).problems
+        )
+    return replace(result, validation=ran.validation)
 
 
 def _reference(component: Component, name: str) -> Variant | None:

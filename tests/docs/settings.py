@@ -137,7 +137,16 @@ PAGES = {
 }
 """The pages that begin with something else than `default`."""
 
+_ON_BOARD = "epcontext validate --package digits_app-1.0.0-py3-none-any.whl --report x-elite.json"
+_WITH_SDIST = (
+    "epcontext validate --package digits_app-1.0.0-py3-none-any.whl --sdist digits_app-1.0.0.tar.gz "
+    "--report x-elite.json"
+)
+
 BEFORE = {
+    **dict.fromkeys(
+        (_ON_BOARD, _WITH_SDIST), ("epcontext export -o my_app/epcontext --overwrite",)
+    ),
     "epcontext inspect '$wheel' --verify": ("epcontext export -o my_app/epcontext --overwrite",),
     "epcontext inspect --verify dist/my_app-1.0-py3-none-any.whl": (
         "epcontext export -o my_app/epcontext --overwrite",
@@ -149,6 +158,9 @@ BEFORE = {
 """What is run before a command."""
 
 WRITTEN_OUT = {
+    # The wheel is that of another project: tests/cli/test_validate_report.py validates one.
+    _ON_BOARD: "epcontext validate --package my_app/epcontext --report x-elite.json",
+    _WITH_SDIST: "epcontext validate --package my_app/epcontext --sdist . --report x-elite.json",
     # The wheel is built by another build backend: tests/front_ends builds it.
     "epcontext inspect --verify dist/my_app-1.0-py3-none-any.whl": (
         "epcontext inspect --verify my_app/epcontext"
