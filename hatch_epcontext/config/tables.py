@@ -348,7 +348,10 @@ class TargetTable:
         when_missing="not quantized",
     )
     min_coverage: float | None = declare(
-        "Fail if less than this share of a model's nodes is compiled.", otherwise=1.0, check=_SHARE
+        "Fail if less than this share of a model's nodes is compiled, or taken by an EP that "
+        "compiles on the user's machine.",
+        otherwise=1.0,
+        check=_SHARE,
     )
     platforms: tuple[str, ...] | None = declare(
         "Wheel platform tags that this target is for, such as `win_arm64`.",

@@ -226,7 +226,7 @@ def low_coverage(
 ) -> Problem | None:
     """The problem if less of ``model`` was compiled than ``target`` requires.
 
-    ``declined``: why rewrites left nodes as they are. An optimized graph has no coverage.
+    ``declined``: why rewrites left nodes as they are. Most optimized graphs have no coverage.
     """
     if coverage is None or coverage.share >= target.min_coverage:
         return None
@@ -238,10 +238,11 @@ def low_coverage(
     if len(groups) > _MAX_GROUPS:
         shown.append(f"\n  and {len(groups) - _MAX_GROUPS} more operators")
     left = f" {groups[0]}." if len(groups) == 1 else "".join(shown)
+    verb = "compiled" if target.provider.product == "context" else "takes"
     return Problem(
         Kind.LOW_COVERAGE,
         "",
-        f"{target.provider.ep} compiled {coverage.compiled} of {coverage.nodes} nodes "
+        f"{target.provider.ep} {verb} {coverage.compiled} of {coverage.nodes} nodes "
         f"({coverage.share:.1%}), and min-coverage is {target.min_coverage:.1%}. "
         f"Left to the CPU:{left}",
         f"{hint} Or accept it with min-coverage.",

@@ -252,7 +252,7 @@ class _JobRun:
 
     def _fits(self, record: Record) -> bool:
         """Whether ``record`` may be that of an artifact of the job."""
-        is_covered = self._job.target.provider.product == "context"
+        is_covered = self._job.target.provider.has_coverage
         models = [(context.model, context.coverage is not None) for context in record.contexts]
         return models == [(model.name, is_covered) for model in self._job.models]
 

@@ -128,7 +128,7 @@ def _chip(built: Built, context: Context) -> str:
 
 
 def describe_coverage(coverage: Coverage | None) -> str:
-    """The coverage for a summary; an optimized graph has none."""
+    """The coverage for a summary; most optimized graphs have none."""
     if coverage is None:
         return "optimized graph"
     contexts = f" in {coverage.partitions} contexts" if coverage.partitions > 1 else ""

@@ -401,7 +401,7 @@ def _next_in_form(
             if attempt.is_whole and _verdict(search, attempt).agrees:
                 return Won(attempt)
         # ONNX Runtime optimizes any graph: there is nothing else to change.
-        is_done = attempts[-1].stopped_in == "prepare" or provider.product != "context"
+        is_done = attempts[-1].stopped_in == "prepare" or not provider.has_coverage
         if stage.phase == "prepare" and is_done:
             break
     return Lost(tuple(attempts))

@@ -256,6 +256,10 @@ class Provider:
     limits: Limits | None = None
     """The nodes that the EP cannot compile; None if unknown."""
 
+    operators: frozenset[str] | None = None
+    """The only operators that it takes, where it compiles on the user's machine alone: with ONNX Runtime's
+    domain before those of `com.microsoft`. None where the build sees what is compiled, or if unknown."""
+
     lacks_dtypes: frozenset[str] = frozenset()
     """NumPy's names of types that the EP supports only inside quantized nodes, or not at all."""
 
@@ -304,6 +308,10 @@ class Provider:
     runtime_cache: str | None = None
     """The load option for the folder in which the EP caches what it compiles while it opens an
     artifact, if it has one."""
+
+    cache_key: str | None = None
+    """The property of a model by which the EP names what it caches of it, if it reads one: up to 63 letters
+    and digits."""
 
     needs_code_page: bool = False
     """Whether on Windows it crashes if a sidecar's path has letters that the system's code page lacks."""
@@ -415,6 +423,11 @@ class Provider:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    @property
+    def has_coverage(self) -> bool:
+        """Whether a build knows which nodes the EP leaves to the CPU."""
+        return self.product == "context" or self.operators is not None
 
     def leaves_shapes_open(self, device: Device) -> bool:
         """Whether shapes stay open by default when models are compiled for ``device``."""

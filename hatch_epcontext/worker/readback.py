@@ -19,14 +19,27 @@ from hatch_epcontext.worker.reasons import ask, with_reasons
 from hatch_epcontext.worker.results import Context, Coverage
 
 
-def read_optimized(name: str, result: Path) -> Context:
-    """Return the facts of the optimized graph ``result``."""
+def read_optimized(name: str, result: Path, provider: Provider) -> Context:
+    """Return the facts of the optimized graph ``result``, and which of its nodes ``provider`` takes.
+
+    Raises RefusedError if it takes none.
+    """
     model = load(result, result.name)
+    coverage = None
+    if provider.operators is not None:
+        nodes = graph.compute_nodes(model.graph)
+        left = [node for node in nodes if graph.operator(node) not in provider.operators]
+        if len(left) == len(nodes):
+            message = f"{provider.ep} takes none of the nodes."
+            raise RefusedError(Problem(Kind.NOTHING_COMPILED, "", message))
+        uncovered = tuple(NodeFacts(node.name, graph.operator(node)) for node in left)
+        coverage = Coverage(len(nodes), len(nodes) - len(left), 0, uncovered)
     return Context(
         model=name,
         model_file=result.name,
         inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
         outputs=tuple(map(graph.facts, model.graph.output)),
+        coverage=coverage,
     )
 
 

@@ -63,7 +63,8 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes.
+    """How many of the prepared graph's ``nodes`` are inside the ``partitions`` EPContext nodes; or, with 0
+    ``partitions``, how many nodes of an optimized graph the EP takes.
 
     ``waived``: nodes that the EP leaves to the CPU on purpose, for which no share is missing.
     """
@@ -82,7 +83,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Context:
-    """One model of an artifact. ``coverage`` is None for an optimized graph, which has no contexts."""
+    """One model of an artifact. ``coverage`` is None for an optimized graph whose EP takes any."""
 
     model: str
     model_file: str

@@ -45,7 +45,8 @@ def options(
     """
     provider, settings = target.provider, target.settings
     provider_options = {
-        name: _put_files(name, value, target.files) for name, value in provider_options.items()
+        name: _with_own_cache(_put_files(name, value, target.files))
+        for name, value in provider_options.items()
     }
     result = _session_options()
     for key, value in {**settings.session_options, **(session_options or {})}.items():
@@ -100,8 +101,7 @@ def cpu_options() -> ort.SessionOptions:
 def context_options(target: Target, *, sharing: bool = False) -> ort.SessionOptions:
     """Return session options to open an artifact with, as the loader does."""
     shared = {"ep.share_ep_contexts": "1"} if sharing else {}
-    load_options = {name: _with_own_cache(value) for name, value in target.load_options.items()}
-    result = options(target, load_options, shared)
+    result = options(target, target.load_options, shared)
     if target.provider.product == "context":
         # Nothing may be compiled now: the artifact must contain everything.
         result.add_session_config_entry("session.disable_model_compile", "1")

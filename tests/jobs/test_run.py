@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
+from onnx import helper, numpy_helper
 
 from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.cache.store import Store
@@ -27,7 +29,7 @@ from hatch_epcontext.jobs.run import IncompleteError, build
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.system import Heartbeat
 from hatch_epcontext.worker.requests import CheckRequest
-from hatch_epcontext.worker.results import ValidationStatus
+from hatch_epcontext.worker.results import Coverage, ValidationStatus
 from tests.altered_workers import workers_with
 from tests.conftest import needs_qnn
 from tests.jobs.conftest import Run
@@ -339,6 +341,64 @@ def test_an_optimized_graph_runs_on_the_cpu_where_its_ep_is_missing(
     required = toml.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
     with pytest.raises(BuildError, match="EPC404"):
         run(required)
+
+
+COREML = """
+models = [{ path = "models/a.onnx", dims = { batch = 1 } }]
+[targets.mac]
+provider = "coreml"
+"""
+
+
+def test_an_optimized_graph_has_the_coverage_of_an_ep_with_known_operators(
+    run: Run, project: Path
+) -> None:
+    (built,) = run(COREML).built
+    assert built.artifact.record.contexts[0].coverage == Coverage(4, 4, 0)
+    assert run(COREML).built[0].cached
+    neg = "(float[batch, 2] x) => (float[batch, 2] y) { a = Relu (x) b = Sign (a) y = Tanh (b) }"
+    save(parsed(neg), project / "models" / "a.onnx")
+    with pytest.raises(BuildError, match=r"takes 2 of 3 nodes \(66.7%\).*Left to the CPU: Sign"):
+        run(COREML)
+    (built,) = run(f"{COREML}min-coverage = 0.6").built
+    coverage = built.artifact.record.contexts[0].coverage
+    assert coverage is not None
+    assert [node.op for node in coverage.uncovered] == ["Sign"]
+    # ONNX defines it by operators that the EP takes.
+    swish = "(float[batch, 2] x) => (float[batch, 2] y) { a = Relu (x) y = HardSwish (a) }"
+    save(parsed(swish), project / "models" / "a.onnx")
+    (built,) = run(COREML).built
+    assert built.artifact.record.contexts[0].coverage == Coverage(3, 3, 0)
+    unknown = "(float[batch, 2] x) => (float[batch, 2] y) { y = Sign (x) }"
+    save(parsed(unknown), project / "models" / "a.onnx")
+    with pytest.raises(
+        BuildError, match=r"EPC301\s+CoreMLExecutionProvider takes none of the nodes"
+    ):
+        run(COREML)
+
+
+@pytest.mark.parametrize("external", ["false", "true"])
+def test_what_an_ep_caches_of_an_optimized_graph_is_named_after_its_content(
+    run: Run, project: Path, external: str
+) -> None:
+    toml = f"{COREML}external-initializers = {external}"
+    keys = []
+    for factor in (1.0, 2.0, 1.0):
+        model = network()
+        weight = numpy_helper.to_array(model.graph.initializer[0]) * np.float32(factor)
+        name = model.graph.initializer[0].name
+        model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, name))
+        helper.set_model_props(model, {"author": "a", "COREML_CACHE_KEY": "of the source"})
+        save(model, project / "models" / "a.onnx")
+        (built,) = run(toml).built
+        (context,) = built.artifact.record.contexts
+        shipped = onnx.load(built.artifact.folder / context.model_file, load_external_data=False)
+        properties = {entry.key: entry.value for entry in shipped.metadata_props}
+        assert properties["author"] == "a"
+        keys.append(properties["COREML_CACHE_KEY"])
+    assert keys[0] == keys[2] != keys[1]
+    # onnxruntime takes fewer than 64 letters and digits.
+    assert all(re.fullmatch("[0-9a-f]{32}", key) for key in keys)
 
 
 FROM_CACHE = {"HATCH_EPCONTEXT_FROM_CACHE": "cpu"}

@@ -112,6 +112,7 @@ def test_components_and_variants_keep_the_configured_order(project: Path, tmp_pa
         ('"openvino"\ndevice = "gpu"', "OpenVINOExecutionProvider", "gpu"),
         ('"openvino"\ndevice = "cpu"', "OpenVINOExecutionProvider", None),
         ('"cuda"', "CUDAExecutionProvider", "gpu"),
+        ('"coreml"', "CoreMLExecutionProvider", "npu"),
         ('"cpu"', "CPUExecutionProvider", None),
     ],
 )

@@ -159,6 +159,20 @@ def test_directml_takes_an_adapter_of_the_targets_kind() -> None:
     assert directml.complete("npu", {"device_id": "1"}) == {"device_id": "1"}
 
 
+def test_coreml_runs_on_the_units_of_the_targets_device_and_keeps_what_it_compiles() -> None:
+    options = PROVIDERS["coreml"].complete("npu", {})
+    assert options == {
+        "ModelFormat": "MLProgram",
+        "MLComputeUnits": "CPUAndNeuralEngine",
+        "RequireStaticInputShapes": "1",
+        "ModelCacheDirectory": "{user-cache}/coreml",
+    }
+    # The app's machine needs all of them.
+    assert PROVIDERS["coreml"].loading(options) == options
+    units = {d: PROVIDERS["coreml"].complete(d, {})["MLComputeUnits"] for d in ("gpu", "any")}
+    assert units == {"gpu": "CPUAndGPU", "any": "ALL"}
+
+
 @pytest.mark.parametrize(
     ("provider", "device", "options", "contradicting"),
     [
@@ -167,6 +181,8 @@ def test_directml_takes_an_adapter_of_the_targets_kind() -> None:
         ("qnn", "npu", {"backend_type": "gpu"}, ["backend_type"]),
         ("directml", "npu", {"device_filter": "gpu"}, ["device_filter"]),
         ("directml", "any", {"device_filter": "gpu"}, []),
+        ("coreml", "npu", {"MLComputeUnits": "CPUAndGPU"}, ["MLComputeUnits"]),
+        ("coreml", "npu", {"MLComputeUnits": "ALL"}, []),
         ("qnn", "npu", {"soc_model": "60", "htp_arch": "73"}, []),
         ("qnn", "npu", {"soc_model": "12345", "htp_arch": "75"}, []),
         ("qnn", "npu", {"soc_model": "60", "htp_arch": "75"}, ["htp_arch"]),

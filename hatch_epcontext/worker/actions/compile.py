@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import itertools
 import shutil
@@ -14,9 +15,9 @@ import onnx
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, UnavailableError
-from hatch_epcontext.files import link_or_copy
+from hatch_epcontext.files import file_sha256, link_or_copy
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.external import put_data
+from hatch_epcontext.graph.external import external_data, put_data
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.shipped import PREPARED
@@ -55,11 +56,13 @@ def handle(request: CompileRequest) -> CompileReply:
     contexts = tuple(
         read_context(model, path, result, request.target)
         if provider.product == "context"
-        else read_optimized(model.name, result)
+        else read_optimized(model.name, result, provider)
         for model, path, result in jobs
     )
     for model, path, result in jobs:
         _finish(onnx.load(result, load_external_data=False), model, result)
+        if provider.cache_key:
+            _add_cache_key(result, provider.cache_key)
         if request.target.settings.recompile:
             _add_prepared(path, model, folder / PREPARED)
     return CompileReply(contexts, time.monotonic() - start)
@@ -94,6 +97,21 @@ def _finish(onnx_model: onnx.ModelProto, model: Model, result: Path) -> None:
     keep_metadata(onnx.load(model.path, load_external_data=False), onnx_model)
     lower_versions(onnx_model)
     graph.order_layout_changes(onnx_model.graph)
+    onnx.save(onnx_model, result)
+
+
+def _add_cache_key(result: Path, name: str) -> None:
+    """Name what the EP caches of ``result`` after the content of its files, in the property ``name``."""
+    onnx_model = onnx.load(result, load_external_data=False)
+    data = external_data(onnx_model, result, result.name)
+    hashes = [file_sha256(file) for file in (result, *(result.parent / name for name in data))]
+    onnx.helper.set_model_props(
+        onnx_model,
+        {
+            **{entry.key: entry.value for entry in onnx_model.metadata_props},
+            name: hashlib.sha256("".join(hashes).encode()).hexdigest()[:32],
+        },
+    )
     onnx.save(onnx_model, result)
 
 
