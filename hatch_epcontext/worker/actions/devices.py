@@ -43,10 +43,9 @@ def handle(request: DevicesRequest) -> DevicesReply:
 
 
 def _list_devices(provider: Provider, runtime: Runtime, compatibility: Sequence[str]) -> Devices:
-    if provider.plugin is not None and not runtime.lists_devices:
-        reason = f"onnxruntime {runtime.version} is too old for {provider.ep}"
-        return Devices(reason=f"{reason}.", is_all=True)
-    before = len(ort.get_ep_devices()) if runtime.lists_devices else 0
+    if not runtime.lists_devices:
+        return Devices(reason=f"onnxruntime {runtime.version} is too old.", is_all=True)
+    before = len(ort.get_ep_devices())
     try:
         if provider.plugin is None:
             add_built_in(ort.SessionOptions(), provider, {})
@@ -59,8 +58,7 @@ def _list_devices(provider: Provider, runtime: Runtime, compatibility: Sequence[
         problem = error.problems[0]
         reason = "\n".join(filter(None, [problem.message, problem.advice()]))
         # The loader also takes the devices of its library that have the name of another EP.
-        is_all = runtime.lists_devices and len(ort.get_ep_devices()) == before
-        return Devices(reason=reason, is_all=is_all)
+        return Devices(reason=reason, is_all=len(ort.get_ep_devices()) == before)
     own = [device for device in ort.get_ep_devices() if device.ep_name == provider.ep]
     if devices := describe_devices(own, compatibility):
         return Devices(devices, "\n".join(_missing_in_package(provider.plugin)) or None, True)
