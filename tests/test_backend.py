@@ -29,6 +29,8 @@ BACKENDS = {
     "poetry.core.masonry.api": "src/my_app",
     "flit_core.buildapi": "my_app",
     "uv_build": "src/my_app",
+    "pdm.backend": "src/my_app",
+    "scikit_build_core.build": "src/my_app",
 }
 """The tested back ends, each with the folder of the app's import package."""
 
@@ -46,6 +48,9 @@ dependencies = ["onnxruntime"]
 
 [tool.setuptools.packages.find]
 include = ["my_app*"]
+
+[tool.scikit-build]
+wheel.cmake = false
 
 [tool.epcontext]
 output = "my_app/epcontext"

@@ -233,6 +233,9 @@ def excluding(backend: str, root: Path, files: Tree) -> str:
         "poetry": f"exclude = {to_toml(own)} in [tool.poetry]",
         "pdm": f"excludes = {to_toml(own)} in [tool.pdm.build]",
         "uv_build": f"wheel-exclude = {to_toml(names)} in [tool.uv.build-backend]",
+        "maturin": f"exclude = {to_toml([{'path': f, 'format': 'wheel'} for f in own])} in [tool.maturin]",
+        "scikit_build_core": f"wheel.exclude = {to_toml(sorted(files))} in [tool.scikit-build]",
+        "mesonpy": "remove them from what meson.build installs (install_subdir has exclude_files)",
         "flit_core": "move them out of the import package, of which flit packs all files",
     }
     return advice.get(backend.partition(".")[0], "where your build back end adds them")

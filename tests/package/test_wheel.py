@@ -119,7 +119,18 @@ def repeated(project: Path, tree: dict[str, Path], toml: str, folder: Path) -> s
         ("pdm.backend", (), 'excludes = ["src/app/m/a.onnx"] in [tool.pdm.build]'),
         ("uv_build", (), 'wheel-exclude = ["a.onnx"] in [tool.uv.build-backend]'),
         ("flit_core.buildapi", (), "move them out of the import package"),
-        ("mesonpy", (), "where your build back end adds them"),
+        (
+            "maturin",
+            (),
+            'exclude = [{ path = "src/app/m/a.onnx", format = "wheel" }] in [tool.maturin]',
+        ),
+        (
+            "scikit_build_core.build",
+            (),
+            'wheel.exclude = ["app/m/a.onnx"] in [tool.scikit-build]',
+        ),
+        ("mesonpy", (), "remove them from what meson.build installs"),
+        ("my_backend", (), "where your build back end adds them"),
     ],
 )
 def test_each_back_end_leaves_models_out_in_its_own_way(
