@@ -98,6 +98,7 @@ class Kind(Enum):
     OUTPUT_SHAPE = "EPC403"
     NOT_RUN = "EPC404"
     INCONCLUSIVE = "EPC406"
+    CONFLICTING_REPORTS = "EPC407"
     FILE_EXISTS = "EPC501"
     INVALID_WHEEL = "EPC502"
     INVALID_PATH = "EPC505"
@@ -106,6 +107,7 @@ class Kind(Enum):
     INVALID_PACKAGE = "EPC508"
     NOT_IN_SDIST = "EPC509"
     RECORDED_SAMPLES = "EPC510"
+    INVALID_REPORT = "EPC511"
 
     @property
     def id(self) -> str:

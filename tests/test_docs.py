@@ -184,6 +184,8 @@ def write_models(root: Path, table: dict[str, Any]) -> None:
         for name in filter(None, (model.get("path"), *inputs)):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).touch()
+    if "validated-on" in table:
+        (root / table["validated-on"]).mkdir()
 
 
 def test_the_readme_has_examples() -> None:

@@ -88,7 +88,8 @@ def command(
     it. --set validate=structure runs nothing.
 
     With --report each target that opens on a device of this machine is also timed, and R.json says how it
-    agrees. Other targets are listed with the reason. --device any accepts a simulator, which is not timed.
+    agrees: the key validated-on takes it into the next build. Other targets are listed with the reason.
+    --device any accepts a simulator, which is not timed.
     """
     if (path is None) == (package is None):
         raise click.UsageError("Give either PATH or --package.")

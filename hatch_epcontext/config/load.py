@@ -93,13 +93,19 @@ def _load(
     models, invalid = collect(Resolver(parsed, environment, finder).models())
     invalid += (_with_model(problem, table) for problem in _check_values(parsed, ()))
     build = dataclasses.replace(parsed.build, **environment.build)
+    reports = None
+    if parsed.validated_on is not None:
+        reports = yield from finder.file(
+            Key() / "validated-on", parsed.validated_on, "folder with reports", or_folder=True
+        )
     cluster = {Key() / "build" / name for name in ("scheduler", "shared-cache")}
     if cluster.isdisjoint(problem.key for problem in (*mistyped, *invalid)):
         invalid += _check_build(build, environment)
     # An invalid part was left out: report nothing else about it.
     own = (problem for problem in invalid if not _is_about(problem, mistyped))
     yield from (problem for problem in own if _is_selected(problem, environment))
-    return partial(_config, finder.root, parsed, build, models, environment)
+    config = partial(_config, finder.root, parsed, build, models, environment)
+    return lambda: replace(config(), validated_on=reports)
 
 
 def _is_selected(problem: Problem, environment: Environment) -> bool:

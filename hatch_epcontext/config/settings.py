@@ -332,7 +332,7 @@ class Config:
     """A checked configuration.
 
     ``output`` is None for ``<import package>/epcontext``. ``report`` is the path of the report. ``unused``:
-    targets that no model has.
+    targets that no model has. ``validated_on``: the reports of boards, a folder or a file.
     """
 
     root: Path
@@ -344,6 +344,7 @@ class Config:
     environment: Environment
     report: Path | None
     unused: tuple[Key, ...] = ()
+    validated_on: Path | None = None
 
     @property
     def on_this_machine(self) -> Config:

@@ -597,6 +597,11 @@ class RootTable:
     editable: Editable = declare(
         "What `pip install -e` installs: source models, compiled ones, or none.", "source"
     )
+    validated_on: str | None = declare(
+        "A folder of the project with reports of `epcontext validate --report`, or one report: see "
+        "`docs/validation.md#reports-in-a-build`.",
+        when_missing="none",
+    )
     build: BuildTable = declare("How the build runs.", BuildTable)
     wheel: WheelTable = declare("The wheel.", WheelTable)
 

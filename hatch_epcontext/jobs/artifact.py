@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import field
 from pathlib import Path
 
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.jobs.boards import BoardRun
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.jobs.search import Attempt, Search
@@ -127,8 +129,12 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a plan, with models and jobs in the plan's order."""
+    """The result of a plan, with models and jobs in the plan's order.
+
+    ``boards``: what reports of boards say of the models and targets, by the names of both.
+    """
 
     sources: tuple[Source, ...]
     built: tuple[Built, ...]
     failures: tuple[FailureReport, ...] = ()
+    boards: Mapping[tuple[str, str], tuple[BoardRun, ...]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Literal
 
 from hatch_epcontext.files import FileRecord
@@ -44,6 +45,11 @@ class BoardRun:
     latency: float | None = None
     runs: int = 0
     load: float | None = None
+
+    @property
+    def board(self) -> tuple[object, ...]:
+        """What is the same of all runs that should have one verdict."""
+        return self.chip, self.driver, dict(self.versions), self.simulated
 
 
 @dataclass(frozen=True)
@@ -93,3 +99,10 @@ def describe_run(run: BoardRun) -> str:
     verdict = "agrees, but is SENSITIVE," if run.verdict == "sensitive" else run.verdict
     latency = "" if run.latency is None else f", {1000 * run.latency:.3g} ms"
     return f"{verdict} on {where}{driver}{latency}"
+
+
+def report_files(reports: Path | None) -> list[Path]:
+    """The files of the ``reports``: those of a folder that end in ``.json``, in order, or the file itself."""
+    if reports is None or not reports.is_dir():
+        return [reports] if reports else []
+    return sorted(reports.glob("*.json"), key=lambda file: file.name)

@@ -9,6 +9,7 @@ import hatch_epcontext
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, FailureReport, Result, Source
+from hatch_epcontext.jobs.boards import BoardRun
 from hatch_epcontext.jobs.notes import notes
 from hatch_epcontext.jobs.recipe import Times
 from hatch_epcontext.providers import QUANTIZED
@@ -43,6 +44,7 @@ class ModelReport:
     chip: str
     load: float | None
     day: str
+    boards: tuple[BoardRun, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,16 @@ def make_report(result: Result) -> Report:
     by_name = {source.model.name: source for source in result.sources}
     return Report(
         f"{GENERATOR} {hatch_epcontext.__version__}",
-        tuple(_report(built, by_name) for built in result.built),
+        tuple(_report(built, by_name, result.boards) for built in result.built),
         result.failures,
     )
 
 
-def _report(built: Built, sources: Mapping[str, Source]) -> JobReport:
+def _report(
+    built: Built,
+    sources: Mapping[str, Source],
+    boards: Mapping[tuple[str, str], tuple[BoardRun, ...]],
+) -> JobReport:
     record, winner, validated = built.artifact.record, built.attempt, built.validated
     models = zip(built.job.models, record.preparations, record.contexts, strict=True)
     tried = (*winner.dropped, *notes(built.search, winner))
@@ -110,6 +116,7 @@ def _report(built: Built, sources: Mapping[str, Source]) -> JobReport:
                 _chip(built, context),
                 validated[model.name].load,
                 validated[model.name].day,
+                boards.get((model.name, built.job.target.name), ()),
             )
             for model, preparation, context in models
         ),

@@ -13,7 +13,7 @@ from string import Template
 from hatch_epcontext.errors import Kind, OutputError, Problem
 from hatch_epcontext.files import known_text, write_atomically
 from hatch_epcontext.jobs.artifact import FailureReport
-from hatch_epcontext.jobs.boards import BoardReport
+from hatch_epcontext.jobs.boards import BoardReport, describe_run
 from hatch_epcontext.jobs.report import (
     JobReport,
     ModelReport,
@@ -165,6 +165,7 @@ def _model(model: ModelReport, job: JobReport) -> list[_Html]:
         "changed": [*filter(None, [prepared.precision]), *prepared.rewrites, *prepared.options],
         "synthetic inputs" if validation.synthetic else "given inputs": validation.samples,
         "inputs": map(describe_values, validation.inputs),
+        "on hardware": map(describe_run, model.boards),
         "emulated on the CPU": map(describe_emulation, filter(None, [validation.emulation])),
         "warning": validation_warnings(model.model, validation),
     }

@@ -18,6 +18,7 @@ from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import BuildError, OutputError, merged
 from hatch_epcontext.jobs.artifact import Built, FailureReport, Result, Source
 from hatch_epcontext.jobs.genai import open_folders
+from hatch_epcontext.jobs.hardware import read_reports, with_boards
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.plan import Job, Plan
 from hatch_epcontext.jobs.plan import plan as make_plan
@@ -150,7 +151,7 @@ def build(
     limits. Raises RequirementError when the environment cannot build the plan, BuildError when a model
     cannot be read, and IncompleteError when jobs failed, after all others are finished and stored.
     """
-    settings = plan.config.build
+    settings, reports = plan.config.build, read_reports(plan.config)
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
         begun = begin(plan, staging, cache, started)
         notes = [*open_folders(begun, only_known=plan.config.environment.only_from_cache)]
@@ -174,6 +175,7 @@ def build(
     )
     for warning in dict.fromkeys((*unused, *notes, *frozen, *chips)):
         (warn or log)(warning)
+    result = with_boards(result, reports, log, warn or log)
     if result.failures:
         raise IncompleteError(result)
     return result

@@ -26,6 +26,7 @@ from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
 from hatch_epcontext.jobs.artifact import GENERATOR, Built, Result, Source
+from hatch_epcontext.jobs.boards import BoardRun
 from hatch_epcontext.providers import Plugin, Product
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
@@ -110,6 +111,7 @@ class VariantMetadata:
     compares: bool = False
     prepared: str | None = None
     group: str | None = None
+    boards: tuple[BoardRun, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +214,7 @@ def make(
         shape_set = source.model.shape_set
         # A model with several shapes is no component itself: each shape has its variants with open shapes.
         if shape_set is None or name != shape_set.name:
-            variants = _variants(source, source_files.get(name), result.built, folders)
+            variants = _variants(source, source_files.get(name), result, folders)
             about = _about(source, sources, result.built, layout)
             if companions:
                 modules = {
@@ -230,7 +232,7 @@ def make(
 
 
 def _variants(
-    source: Source, file: str | None, built: tuple[Built, ...], folders: Mapping[str, str]
+    source: Source, file: str | None, result: Result, folders: Mapping[str, str]
 ) -> dict[str, Variant]:
     """The variants of a model in the order of its targets; ``file``: where its source is, if it is one.
 
@@ -240,9 +242,14 @@ def _variants(
     names = {model.name, shape_set.name} if shape_set and shape_set.members else {model.name}
     order = shape_set.targets if shape_set else tuple(target.name for target in model.targets)
     compiled = {
-        result.job.target.name: _variant(result, member.name, folders[result.job.folder])
-        for result in built
-        for member in result.job.models
+        built.job.target.name: _variant(
+            built,
+            member.name,
+            folders[built.job.folder],
+            result.boards.get((model.name, built.job.target.name), ()),
+        )
+        for built in result.built
+        for member in built.job.models
         if member.name in names
     }
     folder, _, name = (file or "").rpartition("/")
@@ -313,7 +320,7 @@ def _shippable(table: ValidateTable) -> ValidateTable:
     return dataclasses.replace(table, mode=default.mode, inputs=inputs)
 
 
-def _variant(built: Built, model: str, folder: str) -> Variant:
+def _variant(built: Built, model: str, folder: str, boards: tuple[BoardRun, ...]) -> Variant:
     job, record = built.job, built.artifact.record
     target, settings = job.target, job.target.settings
     (index,) = (i for i, entry in enumerate(record.contexts) if entry.model == model)
@@ -345,6 +352,7 @@ def _variant(built: Built, model: str, folder: str) -> Variant:
         needs_code_page=target.provider.needs_code_page and not settings.embed,
         compares=target.provider.compares,
         group=job.group,
+        boards=boards,
     )
     return Variant(
         variant_directory=folder,

@@ -15,6 +15,7 @@ from hatch_epcontext.config.paths import near_path
 from hatch_epcontext.config.settings import SYNTHETIC, Config, Model, Target
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem, SdistError, collect
 from hatch_epcontext.files import is_lfs_pointer, is_portable, is_regular, known_text
+from hatch_epcontext.jobs.boards import report_files
 from hatch_epcontext.jobs.sources import input_files
 from hatch_epcontext.package.external_data import external_data
 from hatch_epcontext.package.wheel import Tree
@@ -77,6 +78,9 @@ class Sdist:
             for needed in (*own, *_inputs_of(model), *self._named_by_targets(model)):
                 path = Path(os.path.relpath(needed.file, self.config.root)).as_posix()
                 files.setdefault(path, needed)
+        for report in report_files(self.config.validated_on):
+            path = Path(os.path.relpath(report, self.config.root)).as_posix()
+            files.setdefault(path, Needed(Key() / "validated-on", report))
         return files
 
     def _named_by_targets(self, model: Model) -> Iterator[Needed]:

@@ -72,8 +72,7 @@ def test_a_report_names_machine_files_and_verdicts(
     command = ("validate", "--package", wheel, "--sdist", sdist, "--report", report)
     result = cli(*command, "--device", "any")
     npu, cpu = (entries(report)[target] for target in ("npu", "cpu"))
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "wheel")
+    shutil.unpack_archive(wheel, tmp_path / "wheel", "zip")
     folder = tmp_path / "wheel" / "my_app" / "epcontext" / "a" / "npu"
     hashes = {name: recorded["sha256"] for name, recorded in npu["files"].items()}
     assert hashes == {file.name: file_sha256(file) for file in folder.iterdir()}
@@ -97,6 +96,58 @@ def test_a_report_names_machine_files_and_verdicts(
 
 
 @needs_qnn
+def test_the_next_build_takes_the_report_without_compiling(
+    cli: Cli,
+    wheel: Path,
+    sdist: Path,
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    again = Path(shutil.copytree(project, tmp_path / "again"))
+    report = again / "reports" / "board.json"
+    report.parent.mkdir()
+    command = ("validate", "--package", wheel, "--sdist", sdist, "--report", report)
+    cli(*command, "--device", "any")
+    monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(again)
+    cli("build")
+    pyproject = again / "pyproject.toml"
+    text = pyproject.read_text("utf-8")
+    named = text.replace("\nmodels = ", '\nvalidated-on = "reports"\nmodels = ')
+    pyproject.write_text(named, encoding="utf-8")
+    made = cli("export", "-o", "out").stderr
+    assert made.count("from the cache") == 2
+    assert "a -> npu: agrees on the simulator of snapdragon-x-elite (reports/board.json)" in made
+    content = json.loads((again / "out" / "manifest.json").read_text("utf-8"))
+    about = [
+        variant["additional_metadata"]["hatch-epcontext"]
+        for variant in content["components"]["a"]["variants"].values()
+    ]
+    runs = entries(report)
+    assert [known["boards"] for known in about] == [[runs[n]["run"]] for n in ("npu", "cpu")]
+    # The build's own verdict stays.
+    assert [known["validation"]["status"] for known in about] == ["ran", "ran"]
+    assert cli("validate", "out").exit_code == 0
+
+    def packed(builder: type[SdistBuilder | WheelBuilder]) -> Path:
+        (path,) = builder(str(Path().absolute()), plugin_manager=PluginManager()).build(
+            directory=str(tmp_path / "dist"), versions=["standard"]
+        )
+        return Path(path)
+
+    first = packed(WheelBuilder).read_bytes()
+    shutil.unpack_archive(packed(SdistBuilder), tmp_path / "sdist")
+    monkeypatch.chdir(next((tmp_path / "sdist").iterdir()))
+    assert Path("reports/board.json").is_file()
+    assert packed(WheelBuilder).read_bytes() == first
+
+    save(zeroed(), Path("models/a.onnx"))
+    made = cli("build").stderr
+    assert made.count("reports/board.json does not count: it is about another source") == 2
+
+
+@needs_qnn
 def test_a_simulator_counts_only_as_any_device(cli: Cli, wheel: Path, tmp_path: Path) -> None:
     report = tmp_path / "r.json"
     result = cli("validate", "--package", wheel, "--report", report)
@@ -110,8 +161,7 @@ def test_a_simulator_counts_only_as_any_device(cli: Cli, wheel: Path, tmp_path: 
 def test_an_installed_wheel_is_found_by_its_import_package(
     cli: Cli, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     folder = tmp_path / "site" / "my_app"
     reports = [tmp_path / f"{number}.json" for number in range(3)]

@@ -237,6 +237,7 @@ OTHER_OUTPUT: dict[str, str] = {
 """The commands that print something else here than on their page, each with the reason."""
 
 NOT_RUN: dict[str, str] = {
+    "epcontext validate --report": "names the command in a sentence",
     "epcontext doctor --library PATH": "names the command in a sentence",
     "epcontext add hf://org/repo/onnx/model.onnx": "needs a network: tests/cli/test_downloads.py has it",
 }

@@ -1,0 +1,178 @@
+"""The reports of boards in a build: those that are about what it compiles count."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
+from hatch_epcontext.files import read_regular
+from hatch_epcontext.jobs.artifact import Built, Result
+from hatch_epcontext.jobs.boards import (
+    FORMAT,
+    BoardEntry,
+    BoardReport,
+    BoardRun,
+    describe_run,
+    report_files,
+)
+from hatch_epcontext.serialize import from_plain, refuse_constant, value_sha256
+from hatch_epcontext.text import count, printable, show_size
+
+_KEY = Key() / "validated-on"
+
+_MAX_SIZE = 16 * 2**20
+"""The most bytes of a report."""
+
+_MAX_REPORTS = 1000
+"""The most reports of a project."""
+
+_MAX_TEXT = 500
+"""The most characters of a text in a report: they become a part of messages and of the manifest."""
+
+_MAX_NUMBER = 1e9
+"""No time in seconds, ratio in decibels or number of runs is larger."""
+
+_COUNTING = ("agrees", "sensitive", "differs")
+"""The verdicts that count."""
+
+Reports = Mapping[str, BoardReport]
+"""The reports of a project by their path in it."""
+
+
+def read_reports(config: Config) -> Reports:
+    """The reports that the project names; raises ConfigError for what is none, and for a conflict."""
+    if config.validated_on is None:
+        return {}
+    files, reports, problems = report_files(config.validated_on), {}, []
+    if not 0 < len(files) <= _MAX_REPORTS:
+        message = f"the folder has {count(len(files), 'report')} (*.json), and may have 1 to {_MAX_REPORTS}."
+        hint = "epcontext validate --report writes one. Without any, remove the key."
+        raise ConfigError(Problem.at(_KEY, Kind.FILE_NOT_FOUND, message, hint))
+    for file in files:
+        name = file.relative_to(config.root).as_posix()
+        try:
+            reports[name] = _read(file)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else printable(str(error))
+            message = f"it is not used: {reason}."[: 2 * _MAX_TEXT]
+            hint = "Write it again with epcontext validate --report, or remove it."
+            problems.append(Problem(Kind.INVALID_REPORT, name, message, hint))
+    ConfigError.check([*problems, *_conflicts(reports)])
+    return reports
+
+
+def _read(file: Path) -> BoardReport:
+    """The report in ``file``; raises OSError, and ValueError for anything that is none."""
+    if (size := file.stat().st_size) > _MAX_SIZE:
+        raise ValueError(f"it has {show_size(size)}, and a report at most {show_size(_MAX_SIZE)}")
+    try:
+        return _parse(read_regular(file))
+    except RecursionError:
+        raise ValueError("it has too many levels") from None
+
+
+def _parse(raw: bytes) -> BoardReport:
+    """The report in ``raw``; raises ValueError for anything else."""
+    content = json.loads(raw, parse_constant=refuse_constant)
+    if not isinstance(content, dict) or not {"format", "entries"} <= content.keys():
+        raise ValueError("it is no report of epcontext validate")
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']!r}, and this version reads {FORMAT}")
+    for text in _texts(content):
+        if len(text) > _MAX_TEXT or text != printable(text):
+            raise ValueError(f"it has a text that no report has: {printable(text)[:40]!r}")
+    report = from_plain(content, BoardReport)
+    for run in (entry.run for entry in report.entries if entry.run):
+        numbers = (run.latency, run.load, run.snr, run.samples, run.runs)
+        if not all(number is None or abs(number) < _MAX_NUMBER for number in numbers):
+            raise ValueError("it has a number that no run has")
+        if run.simulated and (run.latency, run.load) != (None, None):
+            raise ValueError("it has times of a simulator, which are not those of a chip")
+    return report
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value:
+            yield from _texts(item)
+        if isinstance(value, dict):
+            yield from _texts([*value.values()])
+
+
+def _conflicts(reports: Reports) -> Iterator[Problem]:
+    """Reports that disagree about the same files, on the same chip with the same driver and versions."""
+    known: dict[str, tuple[str, bool]] = {}
+    for name, entry, run in _runs(reports):
+        same = value_sha256([entry.source_sha256, entry.files, run.board])
+        other, differed = known.setdefault(same, (name, run.verdict == "differs"))
+        if differed != (run.verdict == "differs"):
+            message = (
+                f"{entry.model} -> {entry.target} {describe_run(run)}, and {other} says the opposite "
+                "of the same files, driver and versions."
+            )
+            hint = "Validate it again there, and remove the wrong report."
+            yield Problem(Kind.CONFLICTING_REPORTS, name, message, hint)
+
+
+def _runs(reports: Reports) -> Iterator[tuple[str, BoardEntry, BoardRun]]:
+    """The entries of all ``reports`` that say how a target agrees."""
+    for name, report in reports.items():
+        for entry in report.entries:
+            if entry.run is not None and entry.run.verdict in _COUNTING:
+                yield name, entry, entry.run
+
+
+def with_boards(
+    result: Result, reports: Reports, log: Callable[[str], None], warn: Callable[[str], None]
+) -> Result:
+    """``result`` with those runs of the ``reports`` that are about its files.
+
+    ``log`` gets a line for each, and for each one that does not count; ``warn`` those that differ.
+    """
+    boards: dict[tuple[str, str], tuple[BoardRun, ...]] = {}
+    for name, report in reports.items():
+        for entry in report.entries:
+            if entry.run is None:
+                continue
+            key, where = (entry.model, entry.target), f"{entry.model} -> {entry.target}"
+            before, reason = boards.get(key, ()), _reason_not_to_count(entry, entry.run, result)
+            if entry.run.board in [run.board for run in before]:
+                reason = "another report is of the same chip, driver and versions"
+            if reason:
+                log(f"{where}: {name} does not count: {reason}")
+                continue
+            (warn if entry.run.verdict == "differs" else log)(
+                f"{where}: {describe_run(entry.run)} ({name})"
+            )
+            boards[key] = (*before, entry.run)
+    return dataclasses.replace(result, boards=boards) if boards else result
+
+
+def _reason_not_to_count(entry: BoardEntry, run: BoardRun, result: Result) -> str | None:
+    """Why the ``run`` of ``entry`` is not about what ``result`` has; None if it is."""
+    if run.verdict not in _COUNTING:
+        return "it was not compared there"
+    source = next((s for s in result.sources if s.model.name == entry.model), None)
+    shape_set = source.model.shape_set if source else None
+    names = {entry.model, shape_set.name} if shape_set and shape_set.members else {entry.model}
+    built = next((b for b in result.built if _is_of(b, names, entry.target)), None)
+    if source is None or built is None:
+        return "this build compiles no such target"
+    if source.identity != entry.source_sha256:
+        return "it is about another source, or other sizes"
+    for name, record in built.artifact.record.files.items():
+        if entry.files.get(name) != record:
+            return f"it is about another file {name}"
+    return None
+
+
+def _is_of(built: Built, names: Iterable[str], target: str) -> bool:
+    return built.job.target.name == target and any(m.name in names for m in built.job.models)
