@@ -16,9 +16,9 @@ RewriteName = Literal[
     "clip-inputs",
     "int64-outputs",
     "pool-padding",
+    "variance",
     "log-power",
     "log-sum-exp",
-    "variance",
     "scaled-square",
     "unfuse-activation",
     "truncate",
@@ -40,14 +40,12 @@ WHOLE: tuple[RewriteName, ...] = (
 """Those of `rewrites.integers`."""
 
 ALWAYS: tuple[RewriteName, ...] = (
-    *("square", "mean", "clip-inputs", "int64-outputs", "pool-padding"),
+    *("square", "mean", "clip-inputs", "int64-outputs", "pool-padding", "variance"),
     *WHOLE,
 )
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
-FOR_RANGES: tuple[RewriteName, ...] = (
-    *("log-power", "log-sum-exp", "variance", "scaled-square", "floor"),
-)
+FOR_RANGES: tuple[RewriteName, ...] = (*("log-power", "log-sum-exp", "scaled-square", "floor"),)
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
 FOR_KERNELS: tuple[RewriteName, ...] = ("unfuse-activation",)
@@ -56,7 +54,7 @@ FOR_KERNELS: tuple[RewriteName, ...] = ("unfuse-activation",)
 CORRECTIONS = (FOR_RANGES, FOR_KERNELS)
 """Those that add nodes, in the groups that are tried one after the other if outputs differ, or may differ."""
 
-_FOR_SMALL_RANGES = frozenset[RewriteName]({"mean", *FOR_RANGES})
+_FOR_SMALL_RANGES = frozenset[RewriteName]({"mean", "variance", *FOR_RANGES})
 """Those that keep sums, squares and their differences within the range of float16."""
 
 

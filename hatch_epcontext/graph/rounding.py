@@ -124,6 +124,8 @@ class _EmulatedGraph:
         is_float = self._scope.elem_type(node.output[0]) == TensorProto.FLOAT
         if rounds and node.op_type == "Div" and is_float and self._format.has_reciprocals:
             self._multiply(copy)
+        if rounds and node.op_type == "ReduceL2" and self._format.faults_of(node.op_type):
+            self._square(copy)
         self._builder.append(copy)
         quantized = operators.QUANTIZES | operators.DEQUANTIZES
         is_data = rounds and graph.operator(node) not in quantized
@@ -164,6 +166,14 @@ class _EmulatedGraph:
         inverse = self._builder.fresh(f"{divisor}/inverse")
         self._round(self._builder.add("Reciprocal", divisor), inverse, wide=False)
         node.op_type, node.input[1] = "Mul", inverse
+
+    def _square(self, node: onnx.NodeProto) -> None:
+        """Let a norm be the root of the rounded sum of squares."""
+        squares, total = copy_of(node), self._builder.fresh(f"{node.output[0]}/total")
+        squares.op_type, squares.name, squares.output[0] = "ReduceSumSquare", "", f"{total}/exact"
+        self._builder.append(squares)
+        self._round(squares.output[0], total, wide=True)
+        node.CopyFrom(helper.make_node("Sqrt", [total], node.output, node.name))
 
     def _is_inside(self, node: onnx.NodeProto, name: str) -> bool:
         """Whether a value is never rounded to the format, because it is quantized or added to at once."""

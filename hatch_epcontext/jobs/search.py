@@ -44,7 +44,8 @@ class Verdict:
 
     It is sensitive if other inputs may differ, and beaten if another recipe is as near. ``in_format``:
     whether an emulation of the number format shows why; ``gap``: the decibels by which a run is worse than
-    its emulation; ``in_layers``: whether layers have inexact kernels.
+    its emulation; ``in_layers``: whether layers have inexact kernels; ``unusual``: for how many samples that
+    an app may never have they differ.
     """
 
     status: Literal["agrees", "sensitive", "beaten", "differs", "not-run"]
@@ -52,6 +53,7 @@ class Verdict:
     gap: float = 0.0
     in_format: bool = False
     in_layers: bool = False
+    unusual: int = 0
 
     @property
     def agrees(self) -> bool:
@@ -74,8 +76,11 @@ class Verdict:
         return Nearness(self.margin, self.gap)
 
     def is_worth(self, other: Verdict) -> bool:
-        """Whether outputs are so much nearer than in ``other``, which does not agree, that changes pay."""
-        return not other.agrees and self.nearness.is_worth(other.nearness)
+        """Whether outputs are so much nearer than in ``other``, which does not agree, or right for so many
+        more samples, that changes pay.
+        """
+        is_wider = self.unusual < other.unusual and self.margin >= other.margin - GAIN
+        return not other.agrees and (is_wider or self.nearness.is_worth(other.nearness))
 
 
 @dataclass(frozen=True)
@@ -202,13 +207,15 @@ def _verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
     gap = max((a.gap or 0.0 for v in small for a in v.agreements), default=0.0)
     if any(one.beaten for one in validated.values()):
         return Verdict("beaten", margin, gap)
-    is_sensitive = any(a.status is AgreementStatus.SENSITIVE for a in agreements)
+    unusual = sum(one.unusual for one in validated.values())
+    is_sensitive = unusual or any(a.status is AgreementStatus.SENSITIVE for a in agreements)
     return Verdict(
         "sensitive" if is_sensitive else "agrees" if agreements else "not-run",
         max(0.0, margin),
         gap,
-        any(emulation.in_format for emulation in emulations),
+        bool(unusual) or any(emulation.in_format for emulation in emulations),
         any(emulation.inexact for emulation in emulations),
+        unusual,
     )
 
 

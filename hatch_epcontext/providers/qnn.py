@@ -263,7 +263,7 @@ _FLOAT16 = dataclasses.replace(
         *_symmetric("Div", "is 0 for divisors above 16384", 1, 16385.0, 0.0, "reciprocals"),
         Fault("Div", "is too small for divisors below 1.53e-5", None, 1, -1.526e-5, 1.526e-5),
         Fault("Mean", "is too small where the sum is above 65504", None, 0, *_WIDE),
-        Fault("ReduceL2", "is at most 362, and 0 below 0.0002", None, 0, *_WIDE),
+        Fault("ReduceL2", "is at most 362, and 0 below 0.0002", "scaled-square", 0, *_WIDE),
         Fault("CumSum", "is wrong from the 2049th element on, and inexact before", None, 0, *_WIDE),
         Fault(
             "ReduceLogSumExp", "is too small by 34 where the row spans more than 88", None, 0, *_WIDE

@@ -391,7 +391,8 @@ class Validated:
     ``load``: the seconds that it took to open a session on the file, after the EP's libraries were loaded;
     None if none was opened. ``day``: the day of that, such as ``"2026-11-23"``, else empty.
     ``is_accident``: whether another build may run it, although this one could not. ``runs``: how often the
-    target ran it. ``beaten``: whether it ended early, because another recipe is as near.
+    target ran it. ``beaten``: whether it ended early, because another recipe is as near. ``unusual``: the
+    number of samples that an app may never have that differ, or would differ in the EP's number format.
     """
 
     validation: Validation
@@ -401,3 +402,4 @@ class Validated:
     is_accident: bool = False
     runs: int = 0
     beaten: bool = False
+    unusual: int = 0

@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat
 from hatch_epcontext.graph.rounding import emulate, exposed, widen
+from hatch_epcontext.providers import PROVIDERS
 from tests.models import parsed
 
 WIDE = replace(FLOAT16, largest_of_sums=131008.0, sums=frozenset({"Add", "Mul"}))
@@ -76,6 +77,15 @@ def test_results_are_those_of_the_format(
     nodes: str, x: list[float], format_: NumberFormat, stored: float, expected: list[float]
 ) -> None:
     assert emulated(nodes, x, format_, k=stored) == expected
+
+
+def test_a_norm_is_the_root_of_a_rounded_sum_of_squares() -> None:
+    qnn = PROVIDERS["qnn"].number_format("npu", {})
+    assert qnn is not None
+    nodes = "y = ReduceL2 <axes = [0], keepdims = 1> (x)"
+    assert emulated(nodes, [3, 4], qnn) == [5.0]
+    assert emulated(nodes, [300, 400], qnn) == [pytest.approx(362, abs=0.5)]
+    assert emulated(nodes, [300, 400]) == [500.0]
 
 
 def test_nodes_on_the_cpu_are_exact() -> None:

@@ -102,6 +102,7 @@ class Ep:
 
     ``contexts``: the number of contexts, if not one; ``added``: of nodes that the recipe adds to ten.
     ``seconds``: that each of the ``runs`` of a validation takes by estimate; ``times``: what was measured.
+    ``unusual``: for how many samples that an app may never have results differ.
     """
 
     outcomes: Mapping[str, Outcome]
@@ -114,6 +115,7 @@ class Ep:
     compiled: list[Recipe] = field(default_factory=list)
     validated: list[str] = field(default_factory=list)
     to_beat: list[float | None] = field(default_factory=list)
+    unusual: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tried(self) -> list[str]:
@@ -166,7 +168,8 @@ class Ep:
     def _validate(self, attempt: Attempt) -> Attempt:
         name = name_of(attempt.recipe)
         self.validated.append(name)
-        validated = Validated(self.validations.get(name, AGREES), runs=self.runs)
+        validation, unusual = self.validations.get(name, AGREES), self.unusual.get(name, 0)
+        validated = Validated(validation, runs=self.runs, unusual=unusual)
         return replace(attempt, validations={"": validated})
 
 
@@ -466,6 +469,25 @@ def test_validation_gets_what_is_to_beat_of_what_may_be_shipped() -> None:
     partial = Ep({"plain": ("If",), "rewrite": ()}, {"plain": sensitive(3)})
     partial.finish(search_for(min_coverage=0.5))
     assert partial.to_beat == [None]
+
+
+@pytest.mark.parametrize(
+    ("unusual", "winner"),
+    [({"plain": 3, "ranges": 1}, "ranges"), ({"plain": 3, "ranges": 3}, "plain"), ({}, "plain")],
+)
+def test_what_differs_for_fewer_samples_far_from_the_ordinary_wins(
+    unusual: Mapping[str, int], winner: str
+) -> None:
+    near = replace(AGREES, agreements=(agreement(AgreementStatus.AGREES, 40.0),))
+    validations = dict.fromkeys(("plain", "ranges"), near)
+    ep = Ep({"plain": (), "ranges": ()}, validations, unusual=unusual)
+    search = ep.finish(search_for())
+    assert [name_of(recipe) for recipe in ep.compiled] == [
+        "plain",
+        *(["ranges"] if unusual else []),
+    ]
+    assert search.winner is not None
+    assert name_of(search.winner.recipe) == winner
 
 
 def test_what_is_beaten_is_not_shipped_and_noted() -> None:

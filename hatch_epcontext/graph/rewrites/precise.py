@@ -249,24 +249,38 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Mul", result, builder.number(2))]
 
 
-def _root_mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """``Sqrt(ReduceMean(x²) + number)`` of values that are first scaled by the largest.
+def _root(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """``Sqrt(ReduceMean(x²) + number)``, also of a sum, or a ReduceL2, of values that are first scaled by the
+    largest.
 
     The RMSNorm of language models such as T5 has values whose squares float16 does not have.
     """
-    shifted = _beside_number(node.input[0], "Add", scope)
-    mean = scope.maker(shifted[0]) if shifted else None
-    if shifted is None or mean is None or mean.op_type != "ReduceMean":
+    total: onnx.NodeProto | None = node
+    value, number = node.input[0], 0.0
+    if node.op_type == "Sqrt":
+        value, number = _beside_number(value, "Add", scope) or (value, 0.0)
+        total = scope.maker(value)
+        if total is None or total.op_type not in ("ReduceMean", "ReduceSum"):
+            return None
+        value = _squared(total.input[0], scope) or ""
+    axes = scope.axes(total) if total else None
+    if total is None or not value or axes is None or _is_scaled(value, scope):
         return None
-    value, axes = _squared(mean.input[0], scope), scope.axes(mean)
-    if not value or axes is None or not graph.number(mean, "keepdims", 1):
-        return None
-    least = math.sqrt(shifted[1])
+    keeps, least = graph.number(total, "keepdims", 1), math.sqrt(number)
+    operator, factor = ("ReduceMean", 8) if total.op_type == "ReduceMean" else ("ReduceSum", 4)
     largest = builder.reduced("ReduceMax", builder.add("Abs", value), axes, keepdims=1)
-    scale = _scale(largest, least, 8, builder)
-    square = builder.reduced("ReduceMean", _scaled_square(value, scale, builder), axes, keepdims=1)
-    square = builder.add("Add", square, _scaled_square(builder.number(least), scale, builder))
-    return [builder.add("Mul", builder.add("Sqrt", square), scale)]
+    scale = _scale(largest, least, factor, builder)
+    square = builder.reduced(operator, _scaled_square(value, scale, builder), axes, keepdims=1)
+    if least:
+        square = builder.add("Add", square, _scaled_square(builder.number(least), scale, builder))
+    result = builder.add("Mul", builder.add("Sqrt", square), scale)
+    return [result if keeps else builder.squeeze(result, axes)]
+
+
+def _is_scaled(value: str, scope: Scope) -> bool:
+    """Whether ``value`` is divided by what is computed too."""
+    maker = scope.maker(value)
+    return maker is not None and maker.op_type == "Div" and scope.constant(maker.input[1]) is None
 
 
 def _scale(largest: str, least: float, factor: int, builder: Builder) -> str:
@@ -311,24 +325,44 @@ def _sum_of_powers(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
     return [builder.add("Add", builder.add("Log", sum_), largest)]
 
 
-def _variance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The mean of squares less the square of the mean: for nearly equal values both are nearly equal."""
-    squares, mean = scope.maker(node.input[0]), _squared(node.input[1], scope)
-    if squares is None or squares.op_type != "ReduceMean":
+def _factors(name: str, scope: Scope) -> tuple[str, str] | None:
+    """The two values whose product is ``name``."""
+    if value := _squared(name, scope):
+        return value, value
+    node = scope.maker(name)
+    if node is None or graph.operator(node) != "Mul":
         return None
-    value = _squared(squares.input[0], scope)
-    maker = scope.maker(mean) if mean else None
-    if not value or not mean or maker is None or maker.op_type != "ReduceMean":
+    one, other = node.input
+    return one, other
+
+
+def _covariance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The mean of squares less the square of the mean, and so of products: both are nearly equal for nearly
+    equal values.
+    """
+    product, means = scope.maker(node.input[0]), _factors(node.input[1], scope)
+    if product is None or product.op_type != "ReduceMean" or means is None:
         return None
-    axes, keeps = scope.axes(squares), graph.number(squares, "keepdims", 1)
-    if maker.input[0] != value or axes is None or scope.axes(maker) != axes:
+    values, axes = _factors(product.input[0], scope), scope.axes(product)
+    keeps = graph.number(product, "keepdims", 1)
+    by_mean = {
+        maker.input[0]: mean
+        for mean in means
+        if (maker := scope.maker(mean)) is not None
+        and maker.op_type == "ReduceMean"
+        and scope.axes(maker) == axes
+        and graph.number(maker, "keepdims", 1) == keeps
+    }
+    if values is None or axes is None or by_mean.keys() != {*values}:
         return None
-    if graph.number(maker, "keepdims", 1) != keeps:
+    if len({scope.shape(value) for value in values}) > 1:
         return None
-    if not keeps:
-        mean = builder.reduced("ReduceMean", value, axes, keepdims=1)
-    away = builder.add("Sub", value, mean)
-    return [builder.reduced("ReduceMean", builder.add("Mul", away, away), axes, keepdims=keeps)]
+    away = {}
+    for value, mean in by_mean.items():
+        kept = mean if keeps else builder.reduced("ReduceMean", value, axes, keepdims=1)
+        away[value] = builder.add("Sub", value, kept)
+    square = builder.add("Mul", *(away[value] for value in values))
+    return [builder.reduced("ReduceMean", square, axes, keepdims=keeps)]
 
 
 def _floor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -344,8 +378,8 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
     "pool-padding": (pad_before, ("AveragePool", "LpPool")),
     "log-power": (_log_power, ("Log",)),
     "log-sum-exp": (_sum_of_powers, ("Div", "Log")),
-    "variance": (_variance, ("Sub",)),
-    "scaled-square": (_root_mean, ("Sqrt",)),
+    "variance": (_covariance, ("Sub",)),
+    "scaled-square": (_root, ("Sqrt", "ReduceL2")),
     "floor": (_floor, ("Exp", "Mish", "Softplus")),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh")),
 }
@@ -365,7 +399,6 @@ _BESIDE: Mapping[RewriteName, frozenset[str]] = {
     "hard-swish": frozenset({"HardSigmoid"}),
     "log-sum-exp": frozenset({"Exp", "ReduceSum"}),
     "mean": frozenset({"ReduceSum"}),
-    "scaled-square": frozenset({"ReduceMean"}),
     "variance": frozenset({"ReduceMean"}),
 }
 """The other operators of what some rewrites change."""

@@ -60,8 +60,8 @@ _OFFSET = 1000.0
 _SIZES = tuple(2.0**exponent for exponent in range(5, 16, 2))
 """The sizes of floats whose powers matter: from 32 to that of int16."""
 
-_BRIGHTEST = 255.0
-"""The largest value of a pixel."""
+_BRIGHTEST, _WIDEST = 255.0, 4095.0
+"""The largest value of a pixel; and that of coordinates and sensors, which have up to 12 bits."""
 
 _COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
@@ -310,8 +310,9 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     if not ordinary.is_open:
         return ordinary
     sound = uses.is_signal and looks_like_sound(facts)
-    most = min(uses.size, _BRIGHTEST if looks_like_image(facts) else math.inf)
-    far = [Far(size / 2, size) for size in _SIZES if size / 2 <= most]
+    far = [
+        Far(size / 2, size) for size in _SIZES if size / 2 <= min(uses.size, _largest(facts, uses))
+    ]
     far += [*_around(facts, ordinary, uses)]
     if uses.is_series and not looks_like_sound(facts):
         far.append(Far(centers=(_OFFSET,), spreads=(1.0,)))
@@ -320,6 +321,14 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     elif not far and uses.scale < 1 / _SCALED:
         far.append(Far(centers=(0.0,), spreads=(_expected(uses.scale) / DEVIATIONS,)))
     return replace(ordinary, far=tuple(far), sound=sound)
+
+
+def _largest(facts: TensorFacts, uses: Uses) -> float:
+    """The largest float of an input whose powers matter."""
+    if looks_like_image(facts):
+        return _BRIGHTEST
+    is_open = math.isinf(uses.size) and not looks_like_sound(facts)
+    return _WIDEST if is_open else math.inf
 
 
 def _expected(scale: float) -> float:

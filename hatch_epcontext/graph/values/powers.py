@@ -205,9 +205,11 @@ class _Powers:
 
 _Rule = Callable[[_Powers, onnx.NodeProto, Sequence[_Sum]], "_Sum | None"]
 
+_KEEPING = frozenset({"Cast", "Clip", "CumSum", "Max", "Min", "ReduceSum"})
+
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(
-        operators.MOVES | operators.EXTREMES | operators.MEANS | {"Cast", "CumSum", "ReduceSum"},
+        operators.MOVES | operators.EXTREMES | operators.MEANS | _KEEPING,
         _Powers.keep,
     ),
     **dict.fromkeys(("Add", "Sub"), _Powers.sum),

@@ -24,7 +24,7 @@ from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.advice import Explained, Subject, explain, problems_of, warning
-from hatch_epcontext.worker.comparison.compare import Difference, compare_runs
+from hatch_epcontext.worker.comparison.compare import Comparison, Difference, compare_runs
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect, nearest
 from hatch_epcontext.worker.comparison.emulation import FormattedModel, emulate
@@ -169,7 +169,21 @@ def _compare(
         validation = replace(validation, agreements=agreements, problems=problems, culprit=culprit)
     elif not compared.beaten:
         validation = _judge(request, validation, compared.levels, divergence, emulated)
-    return Validated(validation, expected.facts.batch, runs=compared.runs, beaten=compared.beaten)
+    return Validated(
+        validation,
+        expected.facts.batch,
+        runs=compared.runs,
+        beaten=compared.beaten,
+        unusual=_unusual(compared, emulated),
+    )
+
+
+def _unusual(compared: Comparison, emulated: Levels | None) -> int:
+    """How many samples that an app may never have differ on the target, or would if it ran them."""
+    ran = [*compared.agreed, *(difference.run for difference in compared.unusual)]
+    others = (level for level in emulated or () if not any(level.run is run for run in ran))
+    differing = [level for level in others if level.run.far and level.margin < 0]
+    return len(differing) + len(compared.unusual)
 
 
 def _chosen_runs(

@@ -220,6 +220,9 @@ VARIANCES = [
         m = ReduceMean<axes = [-1], keepdims = 0>(x) b = Pow(m, two) y = Sub(a, b)""",
 ]
 
+COVARIANCE = """product = Mul(x, z) a = ReduceMean<axes = [-1]>(product) m = ReduceMean<axes = [-1]>(x)
+    k = ReduceMean<axes = [-1]>(z) b = Mul(k, m) y = Sub(a, b)"""
+
 
 @pytest.mark.parametrize("body", VARIANCES)
 def test_a_variance_is_that_of_differences(body: str) -> None:
@@ -227,12 +230,27 @@ def test_a_variance_is_that_of_differences(body: str) -> None:
     assert found.index("Sub") < len(found) - 1
 
 
+def test_a_covariance_is_that_of_differences() -> None:
+    found = mended(of(COVARIANCE, STORED, given=PAIR), "variance")
+    assert found[-4:] == ["Sub", "Sub", "Mul", "ReduceMean"]
+
+
 NORM = """square = Pow(x, two) mean = ReduceMean<axes = [-1]>(square) higher = Add(mean, least)
     root = Sqrt(higher) y = Div(x, root)"""
 
 
-def test_a_norm_is_that_of_scaled_values() -> None:
-    assert "ReduceMax" in mended(of(NORM, STORED), "scaled-square")
+NORMS = [
+    NORM,
+    NORM.replace("[-1]", "[0], keepdims = 0"),
+    "square = Mul(x, x) total = ReduceSum(square) root = Sqrt(total) y = Div(x, root)",
+    "root = ReduceL2<axes = [-1]>(x) y = Div(x, root)",
+    "y = ReduceL2<axes = [0], keepdims = 0>(x)",
+]
+
+
+@pytest.mark.parametrize("body", NORMS)
+def test_a_norm_is_that_of_scaled_values(body: str) -> None:
+    assert "ReduceMax" in mended(of(body, STORED), "scaled-square")
 
 
 STAYING = {
@@ -268,6 +286,7 @@ STAYING = {
     "variance": [
         "square = Mul(x, x) a = ReduceMean(square) b = Mul(z, z) y = Sub(a, b)",
         "square = Mul(x, z) a = ReduceMean(square) m = ReduceMean(x) b = Mul(m, m) y = Sub(a, b)",
+        COVARIANCE.replace("ReduceMean<axes = [-1]>(z)", "ReduceMean<axes = [0]>(z)"),
         *(VARIANCES[0].replace("ReduceMean<axes = [-1]>(x)", f"ReduceMean<axes = [{other}>(x)")
           for other in ("0]", "-1], keepdims = 0")),
     ],
@@ -275,7 +294,7 @@ STAYING = {
         "y = Sqrt(x)",
         *(NORM.replace(*change) for change in (
             ("square = Pow(x, two)", "square = Mul(x, z)"), ("Add(mean, least)", "Add(mean, below)"),
-            ("ReduceMean<axes = [-1]>", "ReduceSum"), ("[-1]", "[0], keepdims = 0"))),
+            ("ReduceMean<axes = [-1]>", "ReduceMax<axes = [-1]>"))),
     ],
 }  # fmt: skip
 
@@ -379,6 +398,7 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
         ),
         ("log-power", of(LOGARITHMS[0].replace("z", "x"), STORED), TOKENS / 20),
         ("scaled-square", of(NORM, STORED), TOKENS),
+        ("scaled-square", of(NORMS[3], STORED), 500 + 50 * RNG.standard_normal((3, 8))),
         ("variance", of(VARIANCES[0], STORED), 30 + RNG.standard_normal((3, 8)) / 4),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
