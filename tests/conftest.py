@@ -20,11 +20,11 @@ from hypothesis import HealthCheck, settings
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.files import FileRecord, record_files
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.processes import process, running
 from hatch_epcontext.jobs.recipe import Recipe, Record
 from hatch_epcontext.worker.results import Context, Preparation
 from tests.kept_server import KeptServers, inherited
+from tests.results import Artifact
 
 # Examples share temporary folders on purpose: that is faster, and each writes what it reads.
 _SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from hatch_epcontext.config.load import load
@@ -10,7 +11,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.files import record_file, record_files, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Artifact, Built, Result, Source
+from hatch_epcontext.jobs.artifact import Built, Result, Source
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.recipe import Recipe, Record, Times
 from hatch_epcontext.jobs.search import Attempt, Search, Terms
@@ -29,6 +30,14 @@ from hatch_epcontext.worker.results import (
 MODULES = modules("my_app.epcontext", ())
 
 TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a job has compiled."""
+
+    folder: Path
+    record: Record
 
 
 def configured(root: Path, toml: str = TOML) -> Config:
@@ -107,4 +116,4 @@ def built_from(job: Job, artifact: Artifact, validated: Mapping[str, Validated])
     attempt = Attempt(record.recipe, record, times=Times(0.1, 0.5), validations=validated)
     terms = Terms(compared={name: name for name in validated})
     search = Search(job.target.settings, terms).adding(attempt).won_by(attempt)
-    return Built(job, artifact, search, cached=False)
+    return Built(job, artifact.folder, search, cached=False)

@@ -25,9 +25,9 @@ from hatch_epcontext.cli._settings import (
 )
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import temp_dir
-from hatch_epcontext.jobs.artifact import Artifact
+from hatch_epcontext.jobs.artifact import Built
 from hatch_epcontext.jobs.job import run_job
-from hatch_epcontext.jobs.plan import Job, Plan, plan
+from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.recipe import Recipe
 from hatch_epcontext.jobs.run import begin
@@ -181,16 +181,15 @@ def measure(
             hint = "Measure the chips one at a time."
             raise BuildError(Problem(Kind.NOT_RUN, job.location, f"{reason}.", hint))
         built = run_job(build, job)
-        artifact, times = built.artifact, built.attempt.times
-        recipe = Recipe(artifact.record.recipe.simplifier)
+        times, recipe = built.attempt.times, Recipe(built.record.recipe.simplifier)
         try:
             prepared = Steps(build, build.scratch("prepared")).prepare(job, 0, recipe)
         except BuildError as error:
             raise job.located(error) from error
-        versions |= artifact.record.versions
+        versions |= built.record.versions
         folder = staging / f"cache-{len(requests)}"
         folder.mkdir()
-        for way, request in _requests(job, prepared, artifact, folder, runs):
+        for way, request in _requests(built, prepared, folder, runs):
             seconds = times.compile if times and way not in ("cpu", "source") else 0.0
             requests.append((Opening(job.name, way, seconds), request))
     numbers = itertools.count()
@@ -215,12 +214,12 @@ def measure(
 
 
 def _requests(
-    job: Job, prepared: Prepared, artifact: Artifact, cache: Path, runs: int
+    built: Built, prepared: Prepared, cache: Path, runs: int
 ) -> Iterator[tuple[str, TimeOpeningRequest]]:
-    """Each way to open the model of ``job``, with the request to do it."""
-    model, target = job.models[0], job.target
-    context, option = artifact.record.contexts[0], target.provider.runtime_cache
-    compiled = str(artifact.folder / context.model_file)
+    """Each way to open the model of ``built``, with the request to do it."""
+    model, target = built.job.models[0], built.job.target
+    context, option = built.record.contexts[0], target.provider.runtime_cache
+    compiled = str(built.folder / context.model_file)
     inputs = model.to_run_on(target), context.inputs, prepared.ranges, runs
     yield "cpu", TimeOpeningRequest(str(model.path), None, False, False, *inputs)
     yield "source", TimeOpeningRequest(prepared.path, target, False, False, *inputs)

@@ -26,19 +26,6 @@ PACKAGE = "package"
 
 
 @dataclass(frozen=True)
-class Artifact:
-    """A job's result on disk."""
-
-    folder: Path
-    record: Record
-
-    @property
-    def size(self) -> int:
-        """Bytes of all its files."""
-        return sum(file.size for file in self.record.files.values())
-
-
-@dataclass(frozen=True)
 class Source:
     """A source model as this build found it.
 
@@ -82,12 +69,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Built:
-    """A finished ``job``, as the winner of its ``search`` compiled it, its artifact, and what
+    """A finished ``job``, as the winner of its ``search`` compiled it into ``folder``, and what
     onnxruntime-genai answers with a language model.
     """
 
     job: Job
-    artifact: Artifact
+    folder: Path
     search: Search
     cached: bool
     answers: tuple[Answer, ...] = ()
@@ -98,6 +85,13 @@ class Built:
         winner = self.search.winner
         assert winner is not None, "a finished job has one"
         return winner
+
+    @property
+    def record(self) -> Record:
+        """That of its artifact."""
+        record = self.attempt.record
+        assert record is not None, "an attempt without an artifact does not win"
+        return record
 
     @property
     def validated(self) -> Mapping[str, Validated]:

@@ -30,13 +30,12 @@ from hatch_epcontext.config.settings import SYNTHETIC, BuildSettings
 from hatch_epcontext.errors import BuildError, EpcontextError, Key, Kind, Problem
 from hatch_epcontext.files import FileRecord, file_sha256, temp_dir
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.artifact import GENERATOR, PACKAGE, Artifact, Built, Source
+from hatch_epcontext.jobs.artifact import GENERATOR, PACKAGE, Built, Source
 from hatch_epcontext.jobs.genai import is_due
 from hatch_epcontext.jobs.job import run_job, store_result
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.processes.failures import interrupted
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.jobs.requirements import (
     check_environment,
     genai_requirements,
@@ -80,19 +79,19 @@ class _Task:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The result of a job: the ``record`` of its artifact, with files in the shared cache, its ``search``,
-    and the answers of a language model; or its problems.
+    """The result of a job: its ``search``, of which the files of the winner are in the shared cache, and the
+    answers of a language model; or its problems.
     """
 
-    record: Record | None = None
     search: Search | None = None
     answers: tuple[Answer, ...] = ()
     problems: tuple[Problem, ...] = ()
 
     @property
     def files(self) -> Mapping[str, FileRecord]:
-        """Those of the artifact."""
-        return self.record.files if self.record else {}
+        """Those of the winner."""
+        winner = self.search.winner if self.search else None
+        return winner.record.files if winner and winner.record else {}
 
 
 class Cluster:
@@ -142,7 +141,7 @@ class Cluster:
         with contextlib.suppress(BuildError):
             cached = replace(job, target=replace(job.target, from_cache=True))
             built = run_job(self._build, cached)
-            record = built.artifact.record
+            record = built.record
             if record.versions == versions and (built.answers or not is_due(self._build, built)):
                 return replace(built, job=record.recipe.job_of(job))
         shutil.rmtree(self._build.staging / PACKAGE / job.folder, ignore_errors=True)
@@ -171,18 +170,12 @@ class Cluster:
             outcome = read_record(future.result(), TaskResult)
         finally:
             future.cancel(force=True)
-        record, search = outcome.record, outcome.search
-        if record is None or search is None:
+        if outcome.search is None:
             raise BuildError(*outcome.problems)
         folder = self._build.staging / PACKAGE / job.folder
-        self._transport.fetch_files(record.files, folder)
-        built = Built(
-            record.recipe.job_of(job),
-            Artifact(folder, record),
-            search,
-            cached=False,
-            answers=outcome.answers,
-        )
+        self._transport.fetch_files(outcome.files, folder)
+        built = Built(job, folder, outcome.search, cached=False, answers=outcome.answers)
+        built = replace(built, job=built.attempt.recipe.job_of(job))
         store_result(self._build, job, built)
         return built
 
@@ -322,7 +315,6 @@ def _run_job(task: _Task, worker: Any, folder: Path) -> TaskResult:
         by_target = {task.job.target.name: versions}
         build = Build(workers, cache, folder, by_target, task.sources)
         built = run_job(build, task.job)
-    record = built.artifact.record
-    for name in record.files:
-        transport.send_file(built.artifact.folder / name)
-    return TaskResult(record, built.search, built.answers)
+    for name in built.record.files:
+        transport.send_file(built.folder / name)
+    return TaskResult(built.search, built.answers)

@@ -91,7 +91,7 @@ def overlay(results: Sequence[Built], sources: Mapping[str, Source]) -> dict[str
             f"{built.job.folder.partition('/')[2]}/{context.model_file}"
         )
         for built in results
-        for context in built.artifact.record.contexts
+        for context in built.record.contexts
     }
     result, decoder = model.genai.limits, dict[str, Any]()
     entries = config.content["decoder"].get("pipeline") or ()
@@ -185,7 +185,7 @@ def answers_key(build: Build, built: Built) -> str:
     model = built.job.models[0]
     assert model.genai is not None, "only a language model answers"
     source = build.sources[model.configured_name]
-    records = (source.records, built.artifact.record.files)
+    records = (source.records, built.record.files)
     files = [{name: file.sha256 for name, file in record.items()} for record in records]
     return value_sha256([FORMAT, model.genai.plain_overlay, overlay([built], build.sources), files])
 
@@ -241,7 +241,7 @@ def _converse(build: Build, job: Job, where: str, results: Sequence[Built]) -> t
             symlink_or_copy(file.resolve(), moved / name)
         for built in results:
             inside = moved / built.job.folder.partition("/")[2]
-            shutil.copytree(built.artifact.folder, inside, copy_function=link_or_copy)
+            shutil.copytree(built.folder, inside, copy_function=link_or_copy)
     changes = json.dumps(overlay(results, build.sources))
     request = ConverseRequest(str(moved), stage.genai, changes, target.plugin)
     with build.device(target):

@@ -168,7 +168,7 @@ def _reason_not_to_count(entry: BoardEntry, run: BoardRun, result: Result) -> st
         return "this build compiles no such target"
     if source.identity != entry.source_sha256:
         return "it is about another source, or other sizes"
-    for name, record in built.artifact.record.files.items():
+    for name, record in built.record.files.items():
         if entry.files.get(name) != record:
             return f"it is about another file {name}"
     return None

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from hatch_epcontext.cache.build import changed_error
 from hatch_epcontext.config.environ import PREFIX
@@ -26,7 +27,7 @@ from hatch_epcontext.errors import (
     UnavailableError,
 )
 from hatch_epcontext.files import is_sha256
-from hatch_epcontext.jobs.artifact import PACKAGE, Artifact, Built
+from hatch_epcontext.jobs.artifact import PACKAGE, Built
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.genai import answers_key, compare_answers
 from hatch_epcontext.jobs.keys import artifact_key, fingerprint, search_key, terms_of
@@ -41,7 +42,6 @@ from hatch_epcontext.jobs.steps import Build, Steps, may_avoid
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.worker.results import (
     Answer,
-    Context,
     Nearness,
     Validated,
     Validation,
@@ -73,12 +73,12 @@ def store_result(build: Build, job: Job, built: Built) -> None:
 
     Raises ValueError if it has searched for another job.
     """
-    own, cache, record = fingerprint(build, job), build.cache, built.artifact.record
+    own, cache, record = fingerprint(build, job), build.cache, built.record
     key = search_key(own, record.versions)
     if record.search != key:
         raise ValueError("it has searched for another job")
     artifact = artifact_key(key, record.recipe)
-    cache.put("artifacts", artifact, record, built.artifact.folder)
+    cache.put("artifacts", artifact, record, built.folder)
     cache.put("searches", key, built.search.to_store(build.day))
     cache.put("refs", own, artifact)
     if built.answers:
@@ -86,15 +86,15 @@ def store_result(build: Build, job: Job, built: Built) -> None:
 
 
 class _JobRun:
-    """One job of ``build``, with the artifacts that it has compiled or taken from the cache, by recipe, and
-    those of the jobs that are run instead of it, see `Job.alone`.
+    """One job of ``build``, with the folders of what it has compiled or taken from the cache, by the keys of
+    these artifacts, and the results of the jobs that are run instead of it, see `Job.alone`.
     """
 
     def __init__(self, build: Build, job: Job, steps: Steps) -> None:
         self._build, self._job, self._steps = build, job, steps
         self._fingerprint = fingerprint(build, job)
         self._key, self._start = "", time.monotonic()
-        self._artifacts: dict[Recipe, Artifact] = {}
+        self._folders: dict[str, Path] = {}
         self._alone: dict[str, Built] = {}
 
     def compile(self) -> Built:
@@ -103,15 +103,16 @@ class _JobRun:
         self._key = search_key(self._fingerprint, self._build.versions[job.target.name])
         search = self._replay(self._key)
         outcome: Try | Validate | Won | Lost = next_recipe(search)
-        if not (isinstance(outcome, Won) and self._artifact_of(outcome.attempt)):
+        if not (isinstance(outcome, Won) and self._folder_of(outcome.attempt)):
             with cache.lock(self._key, self._wait):
                 # Another build may have tried more recipes in the meantime.
                 outcome, search = self._run(self._replay(self._key, latest=True))
         if isinstance(outcome, Lost):
             raise failure(job, search, outcome.attempts, self._build.jobs)
         winner = outcome.attempt
-        built = self._finish(search.won_by(winner), winner)
-        cache.put("refs", self._fingerprint, artifact_key(self._key, winner.recipe))
+        key = artifact_key(self._key, winner.recipe)
+        built = self._finish(search.won_by(winner), winner, self._folders[key])
+        cache.put("refs", self._fingerprint, key)
         return built
 
     def read_cache(self) -> Built:
@@ -119,20 +120,19 @@ class _JobRun:
         cache = self._build.cache
         # Others may have made a newer one.
         key = cache.get("refs", self._fingerprint, str, fits=is_sha256, latest=True)
-        artifact = key and self._load(key)
-        if not artifact:
+        record = self._load(key) if key else None
+        if key is None or record is None:
             raise self._not_cached("the cache has no artifact of this model with these settings.")
-        record, self._key = artifact.record, artifact.record.search
-        self._artifacts[record.recipe] = artifact
+        self._key, folder = record.search, self._folders[key]
         search = self._replay(record.search, latest=True)
         winner = search.attempt_with(record.recipe)
         if winner is None or winner.record != record:
             winner = self._with_known(Attempt(record.recipe, record, day=self._build.day), search)
         if search.is_enough(winner):
-            winner = self._validate(search.adding(winner), winner, artifact)
+            winner = self._validate(search.adding(winner), winner, folder)
             search = search.adding(winner)
             if not search.differences(winner):
-                return self._finish(search.won_by(winner), winner)
+                return self._finish(search.won_by(winner), winner, folder)
         raise failure(self._job, search.adding(winner), (winner,), self._build.jobs)
 
     def _replay(self, key: str, *, latest: bool = False) -> Search:
@@ -182,14 +182,14 @@ class _JobRun:
                 elif isinstance(outcome, Lost):
                     self._store(most_complete(outcome.attempts))
                     return outcome, search
-                elif not (artifact := self._artifact_of(outcome.attempt)):
+                elif not (folder := self._folder_of(outcome.attempt)):
                     search = search.without(outcome.attempt)
                 elif isinstance(outcome, Won):
                     search = search.won_by(outcome.attempt)
                     return outcome, search
                 else:
                     self._store(outcome.attempt)
-                    validated = self._validate(search, outcome.attempt, artifact, outcome.to_beat)
+                    validated = self._validate(search, outcome.attempt, folder, outcome.to_beat)
                     search = search.adding(validated)
         finally:
             if search is not before:
@@ -198,9 +198,9 @@ class _JobRun:
 
     def _try(self, recipe: Recipe, search: Search) -> Attempt:
         """An attempt to compile the job with ``recipe``, or the result that the cache has."""
-        if artifact := self._load(artifact_key(self._key, recipe)):
-            self._artifacts[recipe] = artifact
-            return self._with_known(Attempt(recipe, artifact.record, day=self._build.day), search)
+        key = artifact_key(self._key, recipe)
+        if known := self._load(key):
+            return self._with_known(Attempt(recipe, known, day=self._build.day), search)
         workers, location = self._build.workers, self._job.location
         if number := len(search.attempts):
             # The first one needs no name.
@@ -212,7 +212,7 @@ class _JobRun:
             attempt = self._steps.compile(recipe.job_of(self._job), recipe, folder)
         if attempt.record is not None:
             record = replace(attempt.record, search=self._key)
-            self._artifacts[recipe] = Artifact(folder, record)
+            self._folders[key] = folder
             return replace(attempt, record=record)
         shutil.rmtree(folder, ignore_errors=True)
         if attempt.stopped_in == "compile":
@@ -224,19 +224,20 @@ class _JobRun:
         """Store the artifact of ``attempt``, if it may be shipped and this build has compiled it."""
         if attempt.record is not None and attempt.may_ship and not attempt.day:
             key = artifact_key(self._key, attempt.recipe)
-            folder = self._artifacts[attempt.recipe].folder
-            self._build.cache.put("artifacts", key, attempt.record, folder)
+            self._build.cache.put("artifacts", key, attempt.record, self._folders[key])
 
-    def _artifact_of(self, attempt: Attempt) -> Artifact | None:
-        """The artifact of ``attempt``: of this build, or of the cache if it is still the same."""
-        if attempt.recipe not in self._artifacts:
-            artifact = self._load(artifact_key(self._key, attempt.recipe), attempt.record)
-            if artifact is not None:
-                self._artifacts[attempt.recipe] = artifact
-        return self._artifacts.get(attempt.recipe)
+    def _folder_of(self, attempt: Attempt) -> Path | None:
+        """That of its artifact: of this build, or of the cache if it is still the same."""
+        key = artifact_key(self._key, attempt.recipe)
+        if key not in self._folders:
+            self._load(key, attempt.record)
+        return self._folders.get(key)
 
-    def _load(self, key: str, expected: Record | None = None) -> Artifact | None:
-        """The artifact with ``key`` in the cache, if its record is the ``expected`` one."""
+    def _load(self, key: str, expected: Record | None = None) -> Record | None:
+        """The record of the artifact with ``key`` in the cache, if it is the ``expected`` one.
+
+        Its folder is then in `_folders`.
+        """
         build = self._build
         # Mostly it is the winner, whose folder this is.
         own = build.staging / PACKAGE / self._job.folder
@@ -248,7 +249,9 @@ class _JobRun:
             folder,
             lambda record: self._fits(record) and expected in (None, record),
         )
-        return None if record is None else Artifact(folder, record)
+        if record is not None:
+            self._folders[key] = folder
+        return record
 
     def _fits(self, record: Record) -> bool:
         """Whether ``record`` may be that of an artifact of the job."""
@@ -257,19 +260,15 @@ class _JobRun:
         return models == [(model.name, is_covered) for model in self._job.models]
 
     def _validate(
-        self,
-        search: Search,
-        attempt: Attempt,
-        artifact: Artifact,
-        to_beat: Nearness | None = None,
+        self, search: Search, attempt: Attempt, folder: Path, to_beat: Nearness | None = None
     ) -> Attempt:
         """``attempt``, whose models are run as far as the verdict needs it."""
         job, compared = attempt.recipe.job_of(self._job), search.terms.compared
         validations = dict(self._with_known(attempt, search).validations)
-        for model, context in zip(job.models, artifact.record.contexts, strict=True):
+        for index, model in enumerate(job.models):
             validated = validations.get(compared[model.name])
             if validated is None:
-                validated = self._validate_model(job, model, artifact, context, to_beat)
+                validated = self._validate_model(job, index, attempt, folder, to_beat)
                 validations[compared[model.name]] = validated
             if validated.validation.differs:
                 break
@@ -278,12 +277,13 @@ class _JobRun:
     def _validate_model(
         self,
         job: Job,
-        model: Model,
-        artifact: Artifact,
-        context: Context,
+        index: int,
+        attempt: Attempt,
+        folder: Path,
         to_beat: Nearness | None,
     ) -> Validated:
-        """Validate a model of ``artifact``, or what is compiled alone if this machine cannot open that."""
+        """Validate a model of ``attempt``, or what is compiled alone if this machine cannot open that."""
+        model = job.models[index]
         if job.target.from_cache:
             reason = (
                 "the artifact in the cache was not validated with these inputs, this tolerance and these "
@@ -296,9 +296,10 @@ class _JobRun:
             return worst_of_alone([b.validated[model.name] for b in built], reason)
         with self._files_unchanged():
             try:
-                return self._steps.validate(job, model, artifact, context, to_beat)
+                assert attempt.record is not None, "only an artifact is validated"
+                return self._steps.validate(job, index, folder, attempt.record, to_beat)
             except BuildError as error:
-                if not may_avoid(error, artifact.record.recipe):
+                if not may_avoid(error, attempt.recipe):
                     raise
                 # Another artifact may run.
                 failed = Validation(ValidationStatus.RAN, failures=error.problems)
@@ -322,10 +323,10 @@ class _JobRun:
 
         return compare_answers(self._build, built, run_alone)
 
-    def _finish(self, search: Search, winner: Attempt) -> Built:
+    def _finish(self, search: Search, winner: Attempt, folder: Path) -> Built:
         """The result; raises BuildError if more must be known of it."""
-        job, artifact = winner.recipe.job_of(self._job), self._artifacts[winner.recipe]
-        built = Built(job, artifact, search, cached=bool(winner.day))
+        job = winner.recipe.job_of(self._job)
+        built = Built(job, folder, search, cached=bool(winner.day))
         for model in job.models:
             if model.validate.mode == "require":
                 check_required(job, model, built.validations[model.name])

@@ -147,6 +147,11 @@ class Record:
     versions: Mapping[str, str]
     search: str = ""
 
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(file.size for file in self.files.values())
+
     def __post_init__(self) -> None:
         """Raise ValueError for what no build writes, but a cache may contain."""
         names = [context.model_file for context in self.contexts]

@@ -98,7 +98,7 @@ def _report(
     sources: Mapping[str, Source],
     boards: Mapping[tuple[str, str], tuple[BoardRun, ...]],
 ) -> JobReport:
-    record, winner, validated = built.artifact.record, built.attempt, built.validated
+    record, winner, validated = built.record, built.attempt, built.validated
     models = zip(built.job.models, record.preparations, record.contexts, strict=True)
     tried = (*winner.dropped, *notes(built.search, winner))
     return JobReport(
@@ -122,7 +122,7 @@ def _report(
         ),
         times=winner.times,
         tried=tuple(dict.fromkeys(tried)),
-        size=built.artifact.size,
+        size=built.record.size,
         group=built.job.group,
         files=record.files,
         versions=record.versions,
@@ -248,7 +248,7 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
 
 def summarize(built: Built, seconds: float) -> str:
     """A job that took ``seconds``, in one line with what a user must know; the report has the rest."""
-    record, validations = built.artifact.record, built.validations
+    record, validations = built.record, built.validations
     is_ok = all(
         v.status is ValidationStatus.RAN and v.compared and not v.sensitive
         for v in validations.values()

@@ -21,13 +21,13 @@ from hatch_epcontext.errors import AccidentError, BuildError, CrashError, LimitE
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import ALWAYS
-from hatch_epcontext.jobs.artifact import Artifact, Source
+from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
 from hatch_epcontext.jobs.recipe import Change, Recipe, Record, Stop, Times
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.system import writing
-from hatch_epcontext.worker.results import Context, Nearness, Validated, ValidationStatus
+from hatch_epcontext.worker.results import Nearness, Validated, ValidationStatus
 
 if TYPE_CHECKING:
     from hatch_epcontext.worker.requests import CompileReply, Prepared, ValidateRequest
@@ -155,34 +155,34 @@ class Steps:
     def validate(
         self,
         job: Job,
-        model: Model,
-        artifact: Artifact,
-        context: Context,
+        index: int,
+        folder: Path,
+        record: Record,
         to_beat: Nearness | None = None,
     ) -> Validated:
-        """Run a moved copy of the artifact in a process that has compiled nothing.
+        """Run a moved copy of the job's model with this ``index``, which was compiled into ``folder``, in a
+        process that has compiled nothing.
 
-        It ends early if the artifact is not worth more than what is ``to_beat``.
+        ``record``: that of the whole artifact. It ends early if it is worth no more than ``to_beat``.
         """
         from hatch_epcontext.worker.requests import ValidateRequest
 
-        target, record = job.target, artifact.record
+        target, model = job.target, job.models[index]
         prepared = None
         # Its number format is emulated on the file that was compiled, which an earlier build may have done.
         if _is_emulated(target):
-            index = job.models.index(model)
             again = self.prepare(job, index, record.recipe)
             # With other samples, other rewrites are worthwhile.
             is_same = again.preparation.rewrites == record.preparations[index].rewrites
             prepared = again.path if is_same else None
         moved = self.build.scratch("moved")
         with writing("a copy to validate", moved):
-            shutil.copytree(artifact.folder, moved, copy_function=link_or_copy)
+            shutil.copytree(folder, moved, copy_function=link_or_copy)
         to_run = model.to_run_on(target)
         request = ValidateRequest(
             to_run,
             target,
-            context,
+            record.contexts[index],
             str(moved),
             model.tolerance_for(target),
             record.contexts if job.group else (),
@@ -195,8 +195,8 @@ class Steps:
 
         def call(request: ValidateRequest) -> Validated:
             with self.build.device(target), self.build.workers.process(purpose) as worker:
-                folder = self.build.scratch("validate")
-                return worker.call(request, folder, location=job.location, step="validation")
+                log = self.build.scratch("validate")
+                return worker.call(request, log, location=job.location, step="validation")
 
         prepare = partial(self._simplify, job, to_run, Recipe("none"), self.build.workers)
         source = self._sources.get(_source_key(job, to_run))

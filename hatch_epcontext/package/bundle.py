@@ -75,11 +75,11 @@ def _bundle(
             folder / built.job.folder,
             artifact_folders[built.job.folder] == built.job.folder,
         )
-        if built.artifact.folder != copied or not is_first:
+        if built.folder != copied or not is_first:
             # Chips that were built alone may be there.
             shutil.rmtree(copied, ignore_errors=True)
             if is_first:
-                shutil.copytree(built.artifact.folder, copied, copy_function=link_or_copy)
+                shutil.copytree(built.folder, copied, copy_function=link_or_copy)
     files = manifest.artifact_files(result) | _copy_option_files(result, folder)
     folders = manifest.source_folders(result.sources)
     paths: dict[str, str] = {}

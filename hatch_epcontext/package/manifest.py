@@ -321,7 +321,7 @@ def _shippable(table: ValidateTable) -> ValidateTable:
 
 
 def _variant(built: Built, model: str, folder: str, boards: tuple[BoardRun, ...]) -> Variant:
-    job, record = built.job, built.artifact.record
+    job, record = built.job, built.record
     target, settings = job.target, job.target.settings
     (index,) = (i for i, entry in enumerate(record.contexts) if entry.model == model)
     context = record.contexts[index]
@@ -387,7 +387,7 @@ def artifact_folders(result: Result) -> dict[str, str]:
     """
     known: dict[object, str] = {}
     folders = {}
-    for job, record in ((built.job, built.artifact.record) for built in result.built):
+    for job, record in ((built.job, built.record) for built in result.built):
         # Files of its options, or of onnxruntime-genai, belong beside it.
         is_lone = job.target.shipped_files or any(model.genai for model in job.models)
         key = job.folder if is_lone else frozenset(record.files.items())
@@ -401,7 +401,7 @@ def artifact_files(result: Result) -> dict[str, FileRecord]:
     return {
         f"{folders[built.job.folder]}/{name}": recorded
         for built in result.built
-        for name, recorded in built.artifact.record.files.items()
+        for name, recorded in built.record.files.items()
     }
 
 

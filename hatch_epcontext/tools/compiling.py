@@ -109,13 +109,13 @@ def _destinations(built: Iterable[Built], name: str | None) -> dict[str, Path]:
     Sidecars come first, so that no published model names an unpublished file.
     """
     sidecars, models = {}, {}
-    for artifact in (result.artifact for result in built):
-        contexts = {context.model_file for context in artifact.record.contexts}
-        for file in artifact.record.files:
+    for result in built:
+        contexts = {context.model_file for context in result.record.contexts}
+        for file in result.record.files:
             if file in contexts:
-                models[name or file] = artifact.folder / file
+                models[name or file] = result.folder / file
             else:
-                sidecars[file] = artifact.folder / file
+                sidecars[file] = result.folder / file
     return {**sidecars, **models}
 
 

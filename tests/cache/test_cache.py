@@ -19,10 +19,10 @@ from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.paths import default_root
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.files import FileRecord, is_sha256, record_file, record_files, temp_dir
-from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.jobs.run import open_cache
 from tests.conftest import make_record
+from tests.results import Artifact
 
 KEY = "ab" * 32
 

@@ -24,7 +24,6 @@ from hatch_epcontext.cache.store import DamagedError, Store
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.settings import BuildSettings
 from hatch_epcontext.files import FileRecord, record_file, record_files
-from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.serialize import to_json
 from tests.conftest import make_record
@@ -35,6 +34,7 @@ from tests.remotes import (
     use_s3,
     web_server,
 )
+from tests.results import Artifact
 
 KEY = "ab" * 32
 OTHER = "cd" * 32

@@ -83,7 +83,7 @@ class Machine:
         cache = open_cache(config, self.warnings.append)
         result: Result = build(plan(config), staging, cache, lambda _: None, workers)
         for built in result.built:
-            assert record_files(built.artifact.folder) == built.artifact.record.files
+            assert record_files(built.folder) == built.record.files
         return result.built
 
 
@@ -115,7 +115,7 @@ def test_a_build_that_needs_a_cache_that_is_dead_names_it(
     assert f"The shared cache {url} cannot be used (0.5 s without an answer)." in problem.message
     # One that can compile goes on without it.
     (built,) = first.build(ONE, SHARED_CACHE=url, SHARED_CACHE_WRITE="1")
-    assert built.artifact.record.files
+    assert built.record.files
     assert len(first.warnings) == 2
 
 
@@ -134,11 +134,11 @@ def test_what_one_machine_compiled_is_compiled_nowhere_else(
     (taken,) = second.build(ONE, compiles=False, **settings)
     assert not compiled.cached
     assert taken.cached
-    assert taken.artifact.record == compiled.artifact.record
+    assert taken.record == compiled.record
     assert taken.validations == compiled.validations
     # From now on the second machine needs nobody.
     (again,) = second.build(ONE, compiles=False, SHARED_CACHE="")
-    assert again.artifact.record == compiled.artifact.record
+    assert again.record == compiled.record
     assert not first.warnings + second.warnings
 
 

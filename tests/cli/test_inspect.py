@@ -10,12 +10,11 @@ from pathlib import Path
 import onnx
 import pytest
 
-from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.package.bundle import bundle
 from tests.cli.conftest import Cli, build_wheel, problems
 from tests.conftest import needs_qnn
 from tests.models import network, save, save_with_data
-from tests.results import compiled, configured, install, resulting
+from tests.results import Artifact, compiled, configured, install, resulting
 from tests.worker.actions.test_compile import X_ELITE, compile_context_of
 
 

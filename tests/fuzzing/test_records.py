@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.cache.signing import sign, verify
 from hatch_epcontext.cache.store import DamagedError, Store
-from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.worker.results import Agreement, Validated, Validation, ValidationStatus
 from tests.fuzzing.mutations import VALUES, mutated
+from tests.results import Artifact
 
 KEY, OTHER = "ab" * 32, "cd" * 32
 VALIDATION = to_plain(

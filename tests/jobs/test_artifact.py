@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from hatch_epcontext.files import is_intact
-from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.recipe import Stop
 from hatch_epcontext.serialize import from_json
+from tests.results import Artifact
 
 
 def test_the_size_of_an_artifact_is_that_of_all_its_files(artifact: Artifact) -> None:
-    assert artifact.size == 407
+    assert artifact.record.size == 407
 
 
 def test_every_byte_of_an_artifact_counts(artifact: Artifact) -> None:

@@ -25,6 +25,7 @@ from hatch_epcontext.cache.signing import new_keys
 from hatch_epcontext.cache.store import DamagedError, read_record
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import FileRecord, file_sha256
 from hatch_epcontext.jobs import cluster as cluster_module
@@ -33,7 +34,9 @@ from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import FARM
 from hatch_epcontext.jobs.run import build, open_cache
+from hatch_epcontext.jobs.search import Attempt, Search
 from hatch_epcontext.serialize import to_json
+from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.system import Heartbeat
 from hatch_epcontext.worker.results import ValidationStatus
 from tests.conftest import REPOSITORY, make_record, needs, needs_qnn, wait_for
@@ -244,15 +247,15 @@ def test_the_result_is_that_of_a_local_build(run: Builder, monkeypatch: pytest.M
         patch.setattr(cluster_module.Cluster, "_run", None)
         for environ in ({}, LOCAL, {"FROM_CACHE": "all"}):
             assert run(CPU, environ).built[0].cached
-    record = built.artifact.record
-    files = {name: (built.artifact.folder / name).read_bytes() for name in record.files}
+    record = built.record
+    files = {name: (built.folder / name).read_bytes() for name in record.files}
     stored = entries(run.folder / "cache")
     shutil.rmtree(run.folder / "cache")
     (local,) = run(CPU, LOCAL).built
     assert stored == entries(run.folder / "cache")
-    assert local.artifact.record == record
+    assert local.record == record
     assert local.validations["a"].agreements == built.validations["a"].agreements
-    assert files == {name: (local.artifact.folder / name).read_bytes() for name in files}
+    assert files == {name: (local.folder / name).read_bytes() for name in files}
 
 
 def test_all_files_go_once_through_the_shared_cache_to_where_resources_are(run: Builder) -> None:
@@ -264,14 +267,14 @@ def test_all_files_go_once_through_the_shared_cache_to_where_resources_are(run: 
     toml = CPU.replace('"models/a.onnx"', f'"models/a.onnx", {{ name = "b", {keys} }}')
     toml += 'requirements = ["only-there>=1"]\n'
     first, second = run(toml.replace("NPU", "GPU")).built
-    assert "(1 sample)" in str(second.artifact.record.preparations[0].precision)
+    assert "(1 sample)" in str(second.record.preparations[0].precision)
     # Only that worker has the package; this environment does not need it.
-    assert "only-there" in first.artifact.record.versions
+    assert "only-there" in first.record.versions
     # Nobody signs without the key.
     sent = {path: path.stat().st_mtime_ns for path in run.shared.rglob("*") if path.is_file()}
     names = ("models/a.onnx", "models/network.data", "x.npz", "data/0.npz")
     sums = {file_sha256(run.root / name) for name in names}
-    sums |= {file.sha256 for b in (first, second) for file in b.artifact.record.files.values()}
+    sums |= {file.sha256 for b in (first, second) for file in b.record.files.values()}
     assert {path.name for path in sent} == {file_sha256(path) for path in sent} == sums
     # The same again, from the cache of the worker.
     shutil.rmtree(run.folder / "cache")
@@ -306,14 +309,19 @@ def test_only_the_build_signs_what_it_has_checked(
     (built,) = run(toml, signing).built
     assert not built.cached
     (fetched,) = other(toml, {"FROM_CACHE": "x"}).built
-    assert fetched.artifact.record == built.artifact.record
+    assert fetched.record == built.record
 
 
 @pytest.mark.parametrize("name", ["../evil.bin", "/tmp/evil.bin", "con"])
 def test_an_artifact_with_files_elsewhere_is_damaged(name: str) -> None:
     record = make_record({"a_ctx.onnx": FileRecord(1, "0" * 64), name: FileRecord(1, "0" * 64)})
+    settings, attempt = (
+        CompileSettings(provider="cpu", ep=CPU_EP, device="cpu"),
+        Attempt(record.recipe, record),
+    )
+    result = cluster_module.TaskResult(Search(settings).adding(attempt).won_by(attempt))
     with pytest.raises(DamagedError, match="a file outside of its folder"):
-        read_record(to_json(cluster_module.TaskResult(record)), cluster_module.TaskResult)
+        read_record(to_json(result), cluster_module.TaskResult)
 
 
 def test_a_model_that_changes_while_it_is_sent_is_refused(

@@ -42,7 +42,7 @@ def result(project: Path, tmp_path: Path) -> Result:
 def entry(result: Result, target: str = "npu", run: BoardRun | None = RUN) -> BoardEntry:
     """What a board says of the model ``a`` for ``target``, in the files of ``result``."""
     built = next(built for built in result.built if built.job.target.name == target)
-    files, (source,) = built.artifact.record.files, result.sources
+    files, (source,) = built.record.files, result.sources
     return BoardEntry("a", target, built.job.target.provider.ep, source.identity, files, run)
 
 

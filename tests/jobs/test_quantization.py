@@ -63,7 +63,7 @@ def run(run: Run, project: Path) -> Run:
 
 def test_a_model_is_quantized_for_its_samples(run: Run) -> None:
     (built,) = run(QUANTIZE).built
-    (preparation,) = built.artifact.record.preparations
+    (preparation,) = built.record.preparations
     assert preparation.precision == "quantized to uint16 with weights of uint8 (3 samples)"
     assert built.validations["a"].agreements
 
@@ -83,9 +83,9 @@ def test_dynamic_quantization_is_undone_and_compared_with_its_float_form(
 ) -> None:
     source = save_dynamic(project)
     (built,) = run(f"{CPU}targets.cpu.dequantize = {which}").built
-    (preparation,) = built.artifact.record.preparations
+    (preparation,) = built.record.preparations
     assert preparation.precision == "dequantized (4 operators)"
-    optimized = onnx.load(built.artifact.folder / "a_optimized.onnx")
+    optimized = onnx.load(built.folder / "a_optimized.onnx")
     assert not {node.op_type for node in optimized.graph.node} & {"ConvInteger", "MatMulInteger"}
     (agreement,) = built.validations["a"].agreements
     assert agreement.max_abs < 1e-3
@@ -112,7 +112,7 @@ def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, projec
     save_dynamic(project, recurrent())
     toml = QNN_ALONE.replace("dims = { batch = 1 }", "")
     (built,) = run(toml).built
-    (preparation,), (context,) = built.artifact.record.preparations, built.artifact.record.contexts
+    (preparation,), (context,) = built.record.preparations, built.record.contexts
     assert preparation.precision == "dequantized (1 operator)"
     assert notes(built.search, built.attempt)[0].startswith(
         "unmodified: QNNExecutionProvider compiled no node"
@@ -152,7 +152,7 @@ def test_weights_that_qnn_leaves_are_undone_by_the_key_that_it_names(
         run(toml)
     assert 'targets.qnn.dequantize = "all"' in str(raised.value)
     (built,) = run(f'{toml}targets.qnn.dequantize = "all"').built
-    (preparation,), (context,) = built.artifact.record.preparations, built.artifact.record.contexts
+    (preparation,), (context,) = built.record.preparations, built.record.contexts
     assert preparation.precision == "dequantized (1 operator)"
     assert context.coverage is not None
     assert not context.coverage.uncovered
@@ -162,9 +162,9 @@ def test_weights_that_qnn_leaves_are_undone_by_the_key_that_it_names(
 @needs_qnn
 def test_qnn_takes_the_whole_of_a_quantized_model(run: Run) -> None:
     (built,) = run(QNN).built
-    (context,) = built.artifact.record.contexts
+    (context,) = built.record.contexts
     assert context.coverage is not None
     assert not context.coverage.uncovered
-    (preparation,) = built.artifact.record.preparations
+    (preparation,) = built.record.preparations
     assert preparation.options == ("offload_graph_io_quantization = 0",)
     assert built.validations["a"].status is ValidationStatus.RAN

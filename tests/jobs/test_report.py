@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 from hatch_epcontext.errors import Kind, Problem
-from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.jobs.recipe import Recipe, Stop, Times
 from hatch_epcontext.jobs.report import (
     Report,
@@ -26,7 +25,7 @@ from hatch_epcontext.worker.results import (
     Validation,
     ValidationStatus,
 )
-from tests.results import built_from, configured, resulting
+from tests.results import Artifact, built_from, configured, resulting
 
 
 def test_the_report_has_the_jobs_and_their_times(project: Path, artifact: Artifact) -> None:

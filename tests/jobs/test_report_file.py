@@ -16,7 +16,7 @@ import pytest
 
 from hatch_epcontext.errors import Kind, OutputError, Problem
 from hatch_epcontext.graph.facts import NodeFacts
-from hatch_epcontext.jobs.artifact import Artifact, FailureReport
+from hatch_epcontext.jobs.artifact import FailureReport
 from hatch_epcontext.jobs.report import Report, make_report
 from hatch_epcontext.jobs.report_file import render_page, write_report
 from hatch_epcontext.text import printable
@@ -28,7 +28,7 @@ from hatch_epcontext.worker.results import (
     Validation,
     ValidationStatus,
 )
-from tests.results import configured, resulting
+from tests.results import Artifact, configured, resulting
 
 
 @pytest.fixture

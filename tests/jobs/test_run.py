@@ -59,7 +59,7 @@ CPU = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 def test_a_context_is_compiled_and_validated_once(run: Run, log: list[str]) -> None:
     first, second = run(QNN), run(QNN)
     assert (first.built[0].cached, second.built[0].cached) == (False, True)
-    assert first.built[0].artifact.record == second.built[0].artifact.record
+    assert first.built[0].record == second.built[0].record
     assert first.built[0].validations == second.built[0].validations
     validation = first.built[0].validations["a"]
     assert validation.status is ValidationStatus.RAN
@@ -173,7 +173,7 @@ def test_a_model_that_cannot_be_compiled_is_refused_before_anything_is_prepared(
     assert "NonZero" in problem.message
     assert 'cut = { outputs = ["r"] }' in problem.advice()
     (built,) = run(toml + "min-coverage = 0.6\n").built
-    (context,) = built.artifact.record.contexts
+    (context,) = built.record.contexts
     assert context.coverage is not None
     assert [node.op for node in context.coverage.uncovered] == ["NonZero"]
 
@@ -242,7 +242,7 @@ def test_a_recipe_whose_artifact_crashes_leaves_the_others(
                 run(toml, workers=workers)
             left.write_text("", "utf-8")
         (built,) = run(toml, workers=workers).built
-    (preparation,) = built.artifact.record.preparations
+    (preparation,) = built.record.preparations
     # A crash may be transient. An artifact that always crashes is avoided, but that is not stored.
     assert preparation.rewrites == (("apply_text",) if crashes == 3 else ())
     (validated,) = built.validated.values()
@@ -354,21 +354,21 @@ def test_an_optimized_graph_has_the_coverage_of_an_ep_with_known_operators(
     run: Run, project: Path
 ) -> None:
     (built,) = run(COREML).built
-    assert built.artifact.record.contexts[0].coverage == Coverage(4, 4, 0)
+    assert built.record.contexts[0].coverage == Coverage(4, 4, 0)
     assert run(COREML).built[0].cached
     neg = "(float[batch, 2] x) => (float[batch, 2] y) { a = Relu (x) b = Sign (a) y = Tanh (b) }"
     save(parsed(neg), project / "models" / "a.onnx")
     with pytest.raises(BuildError, match=r"takes 2 of 3 nodes \(66.7%\).*Left to the CPU: Sign"):
         run(COREML)
     (built,) = run(f"{COREML}min-coverage = 0.6").built
-    coverage = built.artifact.record.contexts[0].coverage
+    coverage = built.record.contexts[0].coverage
     assert coverage is not None
     assert [node.op for node in coverage.uncovered] == ["Sign"]
     # ONNX defines it by operators that the EP takes.
     swish = "(float[batch, 2] x) => (float[batch, 2] y) { a = Relu (x) y = HardSwish (a) }"
     save(parsed(swish), project / "models" / "a.onnx")
     (built,) = run(COREML).built
-    assert built.artifact.record.contexts[0].coverage == Coverage(3, 3, 0)
+    assert built.record.contexts[0].coverage == Coverage(3, 3, 0)
     unknown = "(float[batch, 2] x) => (float[batch, 2] y) { y = Sign (x) }"
     save(parsed(unknown), project / "models" / "a.onnx")
     with pytest.raises(
@@ -391,8 +391,8 @@ def test_what_an_ep_caches_of_an_optimized_graph_is_named_after_its_content(
         helper.set_model_props(model, {"author": "a", "COREML_CACHE_KEY": "of the source"})
         save(model, project / "models" / "a.onnx")
         (built,) = run(toml).built
-        (context,) = built.artifact.record.contexts
-        shipped = onnx.load(built.artifact.folder / context.model_file, load_external_data=False)
+        (context,) = built.record.contexts
+        shipped = onnx.load(built.folder / context.model_file, load_external_data=False)
         properties = {entry.key: entry.value for entry in shipped.metadata_props}
         assert properties["author"] == "a"
         keys.append(properties["COREML_CACHE_KEY"])
@@ -415,7 +415,7 @@ def test_an_artifact_is_taken_from_the_cache_whatever_is_installed(
     (built,) = run(CPU, environ).built
     assert built.cached
     # With the versions that compiled it, and not the installed ones.
-    assert built.artifact.record == first.artifact.record
+    assert built.record == first.record
     assert built.validations == first.validations
     with pytest.raises(BuildError, match="EPC311"):
         run(CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", dims.batch = 2 }'), environ)
@@ -542,7 +542,7 @@ def test_a_cache_that_is_removed_in_the_middle_costs_nothing_but_itself(
             shutil.rmtree(tmp_path / "cache", ignore_errors=True)
 
     (built,) = run(CPU, workers=Workers(120, remove)).built
-    assert is_intact(built.artifact.folder, built.artifact.record.files)
+    assert is_intact(built.folder, built.record.files)
     assert built.validations["a"].status is ValidationStatus.RAN
     (again,) = run(CPU, workers=Workers(120)).built
     assert not again.cached
@@ -572,7 +572,7 @@ def test_a_group_is_one_artifact_and_its_members_are_run_alone(run: Run, log: li
     (first,), (second,) = run(SHARED).built, run(SHARED).built
     assert (first.cached, second.cached) == (False, True)
     assert first.validations == second.validations
-    assert len(first.artifact.record.files) == 3
+    assert len(first.record.files) == 3
     for name in ("prefill", "decode"):
         validation = first.validations[name]
         assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ALONE, 1)
@@ -615,16 +615,14 @@ def test_each_shape_of_a_model_is_compiled_and_validated(run: Run, log: list[str
     for built in result.built:
         (validation,) = built.validations.values()
         assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN, 1)
-    shapes = {
-        built.job.name: built.artifact.record.contexts[0].inputs[0].shape for built in result.built
-    }
+    shapes = {built.job.name: built.record.contexts[0].inputs[0].shape for built in result.built}
     assert shapes == {
         "net.1x1x8x8": (1, 1, 8, 8),
         "net.4x1x8x8": (4, 1, 8, 8),
         "net": ("batch", 1, 8, 8),
     }
     assert {source.model.name: source.facts.inputs[0].shape for source in result.sources} == shapes
-    assert sorted(result.built[0].artifact.record.files) == [
+    assert sorted(result.built[0].record.files) == [
         "net.1x1x8x8_ctx.onnx",
         "net.1x1x8x8_ctx_qnn.bin",
     ]
@@ -642,7 +640,7 @@ def test_the_shapes_of_a_model_share_weights_only_as_a_group(run: Run) -> None:
     assert alone.job.location == "net -> cpu"
     statuses = {name: validation.status for name, validation in together.validations.items()}
     assert statuses == dict.fromkeys(("net.1x1x8x8", "net.4x1x8x8"), ValidationStatus.RAN_ALONE)
-    assert sorted(together.artifact.record.files) == [
+    assert sorted(together.record.files) == [
         "net.1x1x8x8_ctx.onnx",
         "net.1x1x8x8_ctx_qnn.bin",
         "net.4x1x8x8_ctx.onnx",
@@ -654,15 +652,15 @@ def test_open_shapes_are_run_with_the_sizes_of_the_dummy_inputs(
 ) -> None:
     toml = CPU.replace('"models/a.onnx"', '{ path = "models/a.onnx", dims = { batch = 3 } }')
     (built,) = run(toml).built
-    assert built.artifact.record.contexts[0].inputs[0].shape == ("batch", 1, 8, 8)
-    session = onnxruntime.InferenceSession(built.artifact.folder / "a_optimized.onnx")
+    assert built.record.contexts[0].inputs[0].shape == ("batch", 1, 8, 8)
+    session = onnxruntime.InferenceSession(built.folder / "a_optimized.onnx")
     x = np.ones((7, 1, 8, 8), np.float32)
     assert session.run(None, {"x": x})[0].shape == (7, 10)
     np.savez(project / "x.npz", x=np.ones((2, 1, 8, 8), np.float32))
     in_file = toml.replace("dims", 'validate = { inputs = "x.npz" }, dims')
     assert run(in_file).built[0].cached, "a file has its own sizes"
     (fixed,) = run(f"{toml}targets.cpu.static-shapes = true\n").built
-    assert fixed.artifact.record.contexts[0].inputs[0].shape == (3, 1, 8, 8)
+    assert fixed.record.contexts[0].inputs[0].shape == (3, 1, 8, 8)
 
 
 CHIPS = QNN.replace('"snapdragon-x-elite"', '["snapdragon-x-elite", "snapdragon-8-gen-3"]')
@@ -674,8 +672,8 @@ def test_one_context_for_several_chips_is_run_for_each_chip_alone(run: Run, log:
     assert (first.cached, second.cached) == (False, True)
     assert first.validations == second.validations
     # The contexts for one chip each are only for validation.
-    assert sorted(first.artifact.record.files) == ["a_ctx.onnx", "a_ctx_qnn.bin"]
-    (context,) = first.artifact.record.contexts
+    assert sorted(first.record.files) == ["a_ctx.onnx", "a_ctx_qnn.bin"]
+    (context,) = first.record.contexts
     assert context.compatibility.split(":")[4:6] == ["73,75", "60,57"]
     validation = first.validations["a"]
     assert (validation.status, len(validation.agreements)) == (ValidationStatus.RAN_ALONE, 1)
@@ -774,4 +772,4 @@ def test_a_group_of_an_ep_that_opens_shared_contexts_is_opened_together(run: Run
     assert raised.value.problems[0].where() == "lm (prefill + decode) -> plugin: validation"
     (built,) = run(toml.replace('"lm"', '"lm"\nvalidate = "structure"')).built
     assert {v.status for v in built.validations.values()} == {ValidationStatus.STRUCTURE}
-    assert len(built.artifact.record.files) == 3
+    assert len(built.record.files) == 3

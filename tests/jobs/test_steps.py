@@ -14,7 +14,7 @@ from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.errors import AccidentError, Kind
 from hatch_epcontext.files import record_file
 from hatch_epcontext.graph.number_format import ALWAYS
-from hatch_epcontext.jobs.artifact import Artifact, Source
+from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.job import run_job
 from hatch_epcontext.jobs.notes import notes
 from hatch_epcontext.jobs.plan import Job, plan
@@ -86,7 +86,7 @@ def run(build: Build, job: Job) -> Validated:
     steps, folder = Steps(build, build.staging / "prepared"), build.staging / job.target.name
     record = steps.compile(job, Recipe("onnxruntime"), folder).record
     assert record is not None
-    return steps.validate(job, job.models[0], Artifact(folder, record), record.contexts[0])
+    return steps.validate(job, 0, folder, record)
 
 
 def answering(staging: Path) -> list[tuple[str, str]]:
@@ -159,7 +159,7 @@ def job(project: Path) -> Job:
 def prepared(job: Job, tmp_path: Path, workers: Workers) -> tuple[Preparation, tuple[str, ...]]:
     """How it was prepared, and what else was tried."""
     built = run_job(new_build(workers, tmp_path, job), job)
-    (preparation,) = built.artifact.record.preparations
+    (preparation,) = built.record.preparations
     return preparation, notes(built.search, built.attempt)
 
 

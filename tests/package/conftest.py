@@ -4,11 +4,10 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from hatch_epcontext.jobs.artifact import Artifact
 from hatch_epcontext.package.bundle import bundle
 from hatch_epcontext.package.folder import read
 from hatch_epcontext.package.manifest import FILE, ModelPackage
-from tests.results import MODULES, TOML, configured, resulting
+from tests.results import MODULES, TOML, Artifact, configured, resulting
 
 OUTPUT = PurePosixPath("my_app/epcontext")
 """The package's folder in the wheels of these tests."""

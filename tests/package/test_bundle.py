@@ -8,7 +8,7 @@ import pytest
 
 from hatch_epcontext import loader
 from hatch_epcontext.files import record_file, record_files
-from hatch_epcontext.jobs.artifact import Artifact, Result
+from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package.bundle import (
     Bundle,
     bundle,
@@ -19,7 +19,7 @@ from hatch_epcontext.package.bundle import (
 from tests.models import network, save
 from tests.package.conftest import opened
 from tests.package.test_manifest import SEVERAL, TWO
-from tests.results import MODULES, TOML, compiled, configured, resulting
+from tests.results import MODULES, TOML, Artifact, compiled, configured, resulting
 
 
 def make(project: Path, toml: str, folder: Path, *, with_loader: bool = True) -> Bundle:

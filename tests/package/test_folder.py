@@ -9,10 +9,10 @@ import pytest
 
 from hatch_epcontext.errors import ConfigError, Kind, OutputError
 from hatch_epcontext.files import record_file, record_files
-from hatch_epcontext.jobs.artifact import Artifact, Result
+from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package.folder import owned_paths, project_folder, refuse_others
 from tests.package.conftest import opened
-from tests.results import configured, install, resulting
+from tests.results import Artifact, configured, install, resulting
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:

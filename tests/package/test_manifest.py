@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hatch_epcontext.graph.facts import TensorFacts
-from hatch_epcontext.jobs.artifact import Artifact, Result
+from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.recipe import Recipe, Stop
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.package.manifest import (
@@ -23,7 +23,7 @@ from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.shipped import METADATA
 from hatch_epcontext.worker.results import Preparation, Validated
 from tests.projects import GROUP
-from tests.results import built_from, compiled, configured, resulting
+from tests.results import Artifact, built_from, compiled, configured, resulting
 
 newer_python = pytest.mark.skipif(sys.version_info < (3, 11), reason="the qnn provider needs 3.11")
 
@@ -88,7 +88,7 @@ def test_the_batch_that_a_target_has_seen_is_that_of_the_model(
     batch = {"inputs": {"x": 0}, "outputs": {"y": 0}}
     first, second = result.built
     seen = Validated(second.validations["a"], batch)
-    built = first, built_from(second.job, second.artifact, {"a": seen})
+    built = first, built_from(second.job, Artifact(second.folder, second.record), {"a": seen})
     package = package_of(dataclasses.replace(result, built=built))
     assert package.components["a"].about.batch == batch
     about = package.components["a"].variants["b"].about

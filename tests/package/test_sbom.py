@@ -14,7 +14,7 @@ from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.package import sbom
 from hatch_epcontext.package.bundle import bundle
 from tests.models import network
-from tests.results import compiled, configured
+from tests.results import Artifact, built_from, compiled, configured
 
 TOML = """
 fallback = "source"
@@ -80,10 +80,10 @@ def test_each_source_model_has_its_hashes_and_its_license(project: Path, tmp_pat
 def test_each_artifact_names_its_model_and_what_compiled_it(project: Path, tmp_path: Path) -> None:
     result = compiled(configured(project, TOML), tmp_path / "artifacts")
     built = result.built[0]
-    (context,) = built.artifact.record.contexts
+    (context,) = built.record.contexts
     contexts = (dataclasses.replace(context, ep_sdk_version="2.5"),)
-    record = dataclasses.replace(built.artifact.record, contexts=contexts)
-    built = dataclasses.replace(built, artifact=dataclasses.replace(built.artifact, record=record))
+    record = dataclasses.replace(built.record, contexts=contexts)
+    built = built_from(built.job, Artifact(built.folder, record), built.validated)
     content = document(dataclasses.replace(result, built=(built, *result.built[1:])), tmp_path)
     artifact = component(content, "artifact:a/npu")
     assert artifact["licenses"] == [{"expression": "MIT OR Apache-2.0"}]

@@ -22,12 +22,12 @@ from hatch_epcontext.errors import (
     Problem,
 )
 from hatch_epcontext.files import FileRecord, is_intact
-from hatch_epcontext.jobs.artifact import Artifact, Result
+from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import Plan
 from hatch_epcontext.package.folder import own_files
 from hatch_epcontext.tools.compiling import CompileResult, Run, compile_models, export
 from hatch_epcontext.tools.configure import is_file
-from tests.results import configured, resulting
+from tests.results import Artifact, configured, resulting
 
 TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 WITH_SOURCE = TOML + 'fallback = "source"\n'
