@@ -231,7 +231,7 @@ def flooded(log: WorkerLog) -> BuildError:
     return CrashError(Problem(Kind.WORKER_CRASHED, "", message, log=log.tail()))
 
 
-def not_started(error: BaseException | None) -> BuildError:
+def not_started(error: OSError | RuntimeError) -> BuildError:
     """The error of a worker that the system does not start."""
     reason = (isinstance(error, OSError) and error.strerror) or "the system refuses a process"
     hint = "Run fewer jobs at once (build.jobs), or allow more processes and files (ulimit -u, ulimit -n)."

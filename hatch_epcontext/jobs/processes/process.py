@@ -34,7 +34,6 @@ from hatch_epcontext.jobs.processes.running import (
     Fork,
     ForkServer,
     Interpreter,
-    NotStartedError,
     WorkerProcess,
 )
 from hatch_epcontext.providers import Provider
@@ -166,20 +165,17 @@ class Workers:
     def start(self, log_path: Path, *, forked: bool) -> WorkerProcess:
         """Start a process; ``forked``: by the server, where there is one.
 
-        Raises BuildError after the build was stopped, and NotStartedError if the system refuses it.
+        Raises BuildError after the build was stopped, and OSError or RuntimeError if the system refuses it:
+        the latter if Python cannot start a thread.
         """
         with self._lock:
             if self.stopped:
                 raise interrupted()
-            try:
-                if forked and self._is_open and CAN_FORK:
-                    self._server = self._server or ForkServer(self._simulated)
-                    process: WorkerProcess = Fork(self._server)
-                else:
-                    process = Interpreter(log_path, self.memory_limit)
-            except (OSError, RuntimeError) as error:
-                # Python raises RuntimeError if it cannot start a thread.
-                raise NotStartedError from error
+            if forked and self._is_open and CAN_FORK:
+                self._server = self._server or ForkServer(self._simulated)
+                process: WorkerProcess = Fork(self._server)
+            else:
+                process = Interpreter(log_path, self.memory_limit)
             self._running.add(process)
             return process
 
@@ -286,9 +282,9 @@ class Worker:
                     if self._process is None:
                         self._process = workers.start(log.path, forked=forked)
                     message = self._process.answer(line, min(left, _POLL_SECONDS))
-                except NotStartedError as error:
+                except (OSError, RuntimeError) as error:
                     if not forked:
-                        raise not_started(error.__cause__) from error
+                        raise not_started(error) from error
                     # For example, an import in the server crashes: the log of a fresh interpreter shows more.
                     # Others stay with the server.
                     self.close()

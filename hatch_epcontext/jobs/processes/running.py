@@ -48,10 +48,6 @@ CAN_FORK = sys.platform == "linux"
 """Whether this system can start workers as forks."""
 
 
-class NotStartedError(Exception):
-    """The worker cannot be started, or ended before it could read a request."""
-
-
 class WorkerProcess:
     """A process that reads requests from ``orders`` and writes ``messages``: see `worker.protocol`.
 
@@ -68,7 +64,7 @@ class WorkerProcess:
         """Its answer to ``order``, which it gets as soon as it is ready, as a word and a text.
 
         It is `ENDED` with the exit code, negative for a signal, if it ends; None after ``seconds``, which
-        are for its next message. Raises NotStartedError.
+        are for its next message. Raises ChildProcessError if it ended before it could read a request.
         """
         try:
             line = self._lines.get(timeout=max(seconds, 0))
@@ -215,11 +211,11 @@ _GRACE = 10.0
 
 
 class Fork(WorkerProcess):
-    """A worker that ``server`` forks; raises OSError, and NotStartedError when the server cannot."""
+    """A worker that ``server`` forks; raises OSError."""
 
     def __init__(self, server: ForkServer) -> None:
         if server.is_stuck:
-            raise NotStartedError
+            raise ChildProcessError("the server does not end its workers")
         self._server = server
         with contextlib.ExitStack() as stack:
             self._connection, workers_end = socket.socketpair()
@@ -237,7 +233,7 @@ class Fork(WorkerProcess):
         self.kill()
         end = time.monotonic() + _GRACE
         # One that is not ready yet does nothing.
-        with contextlib.suppress(NotStartedError):
+        with contextlib.suppress(ChildProcessError):
             while self._was_ready and not self._has_ended:
                 if (left := end - time.monotonic()) <= 0:
                     self._server.is_stuck = True
@@ -251,7 +247,7 @@ class Fork(WorkerProcess):
     def _exit_code(self) -> int:
         # The server sends it, so the server itself has ended, or could not start the worker.
         if not self._was_ready:
-            raise NotStartedError
+            raise ChildProcessError("the server has ended")
         return -signal.SIGKILL
 
 
