@@ -18,16 +18,11 @@ from hatch_epcontext.cli._common import echo, show_table, warn
 from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.errors import (
     ROOT,
-    ConfigError,
     EpcontextError,
     Kind,
     Problem,
-    UnavailableError,
 )
-from hatch_epcontext.files import temp_dir
-from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import (
-    INSPECTION,
     TOOLS,
     check_environment,
     installed,
@@ -35,9 +30,8 @@ from hatch_epcontext.jobs.requirements import (
 )
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.text import file_name, listing, quoted_key, to_toml
+from hatch_epcontext.text import file_name, listing, quoted_key, show, to_toml
 from hatch_epcontext.tools.environment import (
-    TIMEOUT,
     Machine,
     ProviderState,
     describe_machine,
@@ -52,7 +46,8 @@ from hatch_epcontext.tools.expecting import (
     read_wheel,
     this_machine,
 )
-from hatch_epcontext.worker.requests import EpDevice, LibraryRequest
+from hatch_epcontext.tools.libraries import describe_library, options_of, try_library
+from hatch_epcontext.worker.requests import EpDevice
 
 _EXAMPLES = """\b
 Examples:
@@ -78,6 +73,14 @@ Examples:
     help="Instead: show what this library of a plugin EP offers. A file, or a package with "
     "get_library_path().",
 )
+@click.option(
+    "-O",
+    "--option",
+    "pairs",
+    multiple=True,
+    metavar="K=V",
+    help="With --library: an option of its EP.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print this machine, or the table, as JSON.")
 @click.pass_context
 def command(
@@ -85,6 +88,7 @@ def command(
     wheel: Path | None,
     files: tuple[Path, ...],
     library: str | None,
+    pairs: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Show what this machine can compile, and what a wheel does.
@@ -101,18 +105,19 @@ def command(
     Several --devices make a table of targets and machines. The exit code is 1 if no target of some model can
     be opened on one of the machines, and 2 if a file describes no machine.
 
-    With --library it lists the devices of any plugin EP, and prints the targets for pyproject.toml that use
-    them.
+    With --library it lists the devices of any plugin EP, compiles a small model on each, says whether that
+    becomes an EP context, and prints the targets for pyproject.toml. The exit code is 1 if none does.
     """
     if library is not None and (as_json or wheel):
         raise click.UsageError("--library takes neither a wheel nor --json.")
+    if pairs and library is None:
+        raise click.UsageError("--option needs --library.")
     if files and wheel is None:
         raise click.UsageError("--devices needs a wheel.")
     if wheel is not None:
         ctx.exit(_show_wheel(wheel, files, as_json))
     if library is not None:
-        _show_library(library)
-        return
+        ctx.exit(_show_library(library, _read_options(pairs)))
     runtime, states = examine()
     problems = _problems(states)
     if as_json:
@@ -127,14 +132,27 @@ def command(
     ctx.exit(1 if problems else 0)
 
 
-def _show_library(library: str) -> None:
-    name, devices = _describe_library(library)
+def _show_library(library: str, options: Mapping[str, str]) -> int:
+    """Print what ``library`` offers and compiles, with the EP's ``options``; the exit code."""
+    name, devices = describe_library(library)
     echo(f"{library} is registered as {name}, and offers:")
     for device in devices:
         echo(f"  {device.text}")
+    echo("A small model on each device:")
+    compiling = list[EpDevice]()
+    for device, trial in zip(devices, try_library(library, name, devices, options), strict=True):
+        echo(f"  {device.ep} on {device.kind}: {trial.account}")
+        compiling += [device] * trial.compiles
+    if not compiling:
+        echo(
+            "Its EP may need options (-O NAME=VALUE). Without EP contexts ship the source model, or an "
+            "optimized graph of the provider cpu.",
+        )
+        return 1
     echo("These targets use it; compile a model with -p plugin to try it:")
-    for table in _target_tables(library, devices):
+    for table in _target_tables(library, compiling, options):
         echo(f"\n{table}", lines=True)
+    return 0
 
 
 def _show_wheel(path: Path, files: tuple[Path, ...], as_json: bool) -> int:
@@ -240,30 +258,19 @@ def _problems(states: Iterable[ProviderState]) -> list[Problem]:
     return problems
 
 
-def _describe_library(library: str) -> tuple[str, tuple[EpDevice, ...]]:
-    """Register ``library``, the path of a file or a package, in a worker: its name there, and its devices.
-
-    Raises ConfigError when there is no such file, RequirementError when ONNX Runtime is missing, and
-    BuildError when the library cannot be loaded, crashes, hangs or offers no device.
-    """
-    path = str(Path(library).expanduser().absolute()) if is_path(library) else ""
-    if path and not Path(path).is_file():
-        message, hint = "is not a file.", "A path has a slash, or ends with .so, .dll or .dylib."
-        raise ConfigError(Problem(Kind.FILE_NOT_FOUND, f"--library {library}", message, hint))
-    check_environment((), INSPECTION)
-    request = LibraryRequest(path, "" if path else library)
-    with temp_dir() as folder:
-        reply = Workers(TIMEOUT).call(request, folder / "library", location=f"library {library}")
-    ((name, offered),) = reply.items()
-    if not offered.devices:
-        message = f"it was registered as {name}, and offers no device on this machine."
-        message = "\n".join(filter(None, (message, offered.reason)))
-        hint = "Try it on a machine that has one, or with another release of ONNX Runtime."
-        raise UnavailableError(Problem(Kind.NO_DEVICE, f"library {library}", message, hint))
-    return name, offered.devices
+def _read_options(pairs: Iterable[str]) -> dict[str, str]:
+    options = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{show(pair)} is not key=value.", param_hint="--option")
+        options[name] = value
+    return options
 
 
-def _target_tables(library: str, devices: tuple[EpDevice, ...]) -> Iterator[str]:
+def _target_tables(
+    library: str, devices: Sequence[EpDevice], options: Mapping[str, str]
+) -> Iterator[str]:
     """The table of a target for each EP that the library offers, as it is written in ``pyproject.toml``."""
     for ep in dict.fromkeys(device.ep for device in devices):
         name = file_name(ep.removesuffix("ExecutionProvider").lower(), "-")
@@ -272,5 +279,7 @@ def _target_tables(library: str, devices: tuple[EpDevice, ...]) -> Iterator[str]
             packages = sorted(owners(library.partition(".")[0]))
             keys["requirements"] = [f"{name}>={installed(name)}" for name in packages]
         keys["device"] = next(device.kind for device in devices if device.ep == ep)
+        if options := options_of(ep, options):
+            keys["provider-options"] = options
         lines = [f"{key} = {to_toml(value)}" for key, value in keys.items()]
         yield "\n".join([f"[{ROOT}.targets.{quoted_key(name)}]", *lines])

@@ -406,6 +406,30 @@ class LibraryRequest(WorkerRequest[Mapping[str, Devices]], action="library"):
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What an EP does with a small model, on one device.
+
+    ``opset``: the newest one with which it compiles that into an EP context; None if it compiles none, for
+    the ``reason``. ``runs``: whether a session then runs the whole model on the EP all the same.
+    """
+
+    opset: int | None = None
+    reason: str = ""
+    runs: bool = False
+
+
+@dataclass(frozen=True)
+class TrialRequest(WorkerRequest[Trial], action="trial"):
+    """Compile a small model with the library of ``plugin``, on the device at this position of those that it
+    offers, with the EP's ``options``.
+    """
+
+    plugin: Plugin
+    device: int
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Failure:
     """The answer to a request that failed: the name of the error's class, and its problems.
 

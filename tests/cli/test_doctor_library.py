@@ -8,8 +8,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
+from click.testing import CliRunner
 
+from hatch_epcontext.cli.app import app
+from hatch_epcontext.tools.libraries import try_library
+from hatch_epcontext.worker.requests import EpDevice
 from tests.cli.conftest import Cli
 from tests.conftest import needs, needs_qnn, newer_runtime
 from tests.models import network
@@ -27,13 +32,16 @@ def test_the_table_of_an_ep_builds(cli: Cli, tmp_path: Path) -> None:
         "onnxruntime_qnn is registered as QNNExecutionProvider, and offers:\n"
     )
     assert "\n  QNNExecutionProvider on cpu (" in printed
+    newest = onnx.defs.onnx_opset_version()
+    assert f"on cpu: compiles EP contexts, up to opset {newest}\n" in printed
     _, table = printed.split("\n[tool.epcontext.")
     models = '[tool.epcontext]\nmodels = [{ path = "models/a.onnx", dims = { batch = 1 } }]\n'
-    options = 'provider-options = { backend_type = "htp", soc_model = 60 }\n'
+    # Without it the EP cannot be created.
+    assert 'provider-options = { backend_type = "htp" }\n' in table
     project = make_project(tmp_path / "app", "", network())
     file = project / "pyproject.toml"
     head = file.read_text(encoding="utf-8").partition("[tool.epcontext]")[0]
-    file.write_text(f"{head}{models}[tool.epcontext.{table}{options}", encoding="utf-8")
+    file.write_text(f"{head}{models}[tool.epcontext.{table}", encoding="utf-8")
     assert "4/4 nodes, agrees" in cli("build", project).output
 
 
@@ -42,11 +50,59 @@ def test_the_table_of_an_ep_builds(cli: Cli, tmp_path: Path) -> None:
 def test_a_library_outside_of_a_package_is_named_after_its_file(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "libonnxruntime_providers_new.so"
     shutil.copy(library_of("nxrt_ep_cpu"), path)
-    printed = cli("doctor", "--library", path).stdout
+    printed = cli("doctor", "--library", path, code=1).stdout
     assert f"{path} is registered as new, and offers:\n  cpu_ep on cpu (" in printed
-    assert f'library = "{path.as_posix()}"' in printed
-    assert 'ep-name = "cpu_ep"\n' in printed
+    # It compiles while a session opens, and nothing ahead of time.
+    does = (
+        "compiles no EP contexts, but runs the model: it compiles the model, and returns no context"
+    )
+    assert f"A small model on each device:\n  cpu_ep on cpu: {does}\n" in printed
+    assert "ship the source model, or an optimized graph" in printed
+    assert "[tool.epcontext.targets" not in printed
+
+
+@needs_qnn
+def test_the_target_of_a_library_outside_of_a_package_has_its_options(
+    cli: Cli,
+) -> None:
+    library = library_of("onnxruntime_qnn")
+    printed = cli("doctor", "--library", library, "-O", "soc_model=60").stdout
+    assert " is registered as qnn, and offers:\n  qnn on cpu (" in printed
+    assert "\n  qnn on cpu: compiles EP contexts, up to opset " in printed
+    assert f'library = "{library.as_posix()}"' in printed
+    assert 'ep-name = "qnn"\n' in printed
+    assert '"60"' in printed.partition("provider-options = { ")[2]
     assert "requirements" not in printed
+
+
+def test_options_are_for_libraries(cli: Cli) -> None:
+    assert "needs --library" in cli("doctor", "-O", "a=b", code=2).stderr
+    for pair in ("a", "=b"):
+        assert "is not key=value" in cli("doctor", "--library", "x", "-O", pair, code=2).stderr
+
+
+@needs("onnxruntime_ep_openvino")
+def test_each_device_is_tried(cli: Cli) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--library", "onnxruntime_ep_openvino"])
+    if "offers no device" in result.stderr:
+        pytest.skip("OpenVINO offers no CPU device on this processor")
+    assert result.exit_code == 0
+    lines = [line for line in result.stdout.splitlines() if ": compiles " in line]
+    (cpu, auto) = lines
+    assert cpu.startswith("  OpenVINOExecutionProvider on cpu: compiles EP contexts, up to opset ")
+    assert "AUTO on cpu: compiles no EP contexts, but runs the model: EPContext model" in auto
+    assert 'ep-name = "OpenVINOExecutionProvider"\n' in result.stdout
+    assert '.AUTO"\n' not in result.stdout
+
+
+@needs("onnxruntime_ep_webgpu")
+@pytest.mark.skipif(Path("/dev/dri").exists(), reason="this machine may have a GPU for WebGPU")
+def test_a_library_that_ends_its_process_is_a_line() -> None:
+    # Virtual devices, which only ONNX Runtime's own registration names with this end have.
+    name, device = "gpu.virtual", EpDevice("WebGpuExecutionProvider", "gpu", "")
+    (trial,) = try_library("onnxruntime_ep_webgpu", name, (device,), {})
+    assert not trial.compiles
+    assert trial.account.startswith("compiles no EP contexts: the worker crashed with ")
 
 
 @needs("onnxruntime_ep_webgpu")
