@@ -126,7 +126,8 @@ def _announce(plan: Plan, workers: Workers) -> None:
     paths = {model.path for model in plan.config.models}
     size = sum(path.stat().st_size for path in paths if path.is_file())
     if size >= _LARGE:
-        targets = listing([target.name for target in plan.config.targets], _MAX_NAMED)
+        names = dict.fromkeys(target.name for target in plan.config.targets)
+        targets = listing([*names], _MAX_NAMED)
         workers.report(
             f"reading {count(len(paths), 'model')} of {show_size(size)} for {targets} ..."
         )

@@ -57,7 +57,8 @@ class WebGpu(Provider):
     open_shapes_on = ("gpu",)
     tolerance = Tolerance(snr=30, cosine=0.999)
     needs = "a GPU with a driver for Vulkan (on Linux with libvulkan.so.1), Direct3D 12 or Metal"
-    verified = "Only the options, and that an app without a GPU takes the next target."
+    verified = "Optimized, loaded and run. Without a GPU the CPU runs the graph."
+    hardware = "Verified on an NVIDIA H200, with Linux and Vulkan."
     requirements = ("onnxruntime-ep-webgpu>=0.4",)
     python = (3, 11)
     systems = ("linux", "win32", "darwin")
@@ -65,7 +66,17 @@ class WebGpu(Provider):
     options = _OPTIONS
     reserved = _RESERVED
     sources = ("onnxruntime-ep-webgpu 0.4.0",)
-    notes = ("The EP takes one GPU, which `powerPreference` chooses.",)
+    notes = (
+        "The EP takes one GPU, which `powerPreference` chooses.",
+        (
+            "On an H200 (onnxruntime 1.32.0, onnxruntime-ep-webgpu 0.4.0) seven models with real inputs "
+            "agreed with the CPU by 74 to 148 dB."
+        ),
+        (
+            "Without a display, as in a container, NVIDIA's driver for Vulkan needs the variable "
+            "`VK_DRIVER_FILES`: a copy of `nvidia_icd.json` that names `libEGL_nvidia.so.0`."
+        ),
+    )
 
 
 PROVIDER = WebGpu()

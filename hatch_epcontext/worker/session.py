@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import os
 import re
@@ -314,10 +315,16 @@ def load(plugin: Plugin, ep: str | None) -> list[Any]:
     library = plugin.path
     try:
         library = library_of(plugin)
-        ort.register_execution_provider_library(plugin.registration_name, library)
+        _register_once(plugin.registration_name, library)
     except Exception as error:
         raise UnavailableError(_registration_problem(plugin, ep, error, Path(library))) from error
     return [device for device in ort.get_ep_devices() if device.ep_name not in before]
+
+
+@functools.cache
+def _register_once(name: str, library: str) -> None:
+    # That a library is registered shows only where it finds a device, and twice is an error.
+    ort.register_execution_provider_library(name, library)
 
 
 def library_of(plugin: Plugin) -> str:

@@ -31,7 +31,7 @@ from hatch_epcontext.system import Heartbeat
 from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import Coverage, ValidationStatus
 from tests.altered_workers import workers_with
-from tests.conftest import needs_qnn
+from tests.conftest import needs, needs_qnn
 from tests.jobs.conftest import Run
 from tests.models import (
     half_for_the_cpu,
@@ -341,6 +341,22 @@ def test_an_optimized_graph_runs_on_the_cpu_where_its_ep_is_missing(
     required = toml.replace('"models/a.onnx"', '{ path = "models/a.onnx", validate = "require" }')
     with pytest.raises(BuildError, match="EPC404"):
         run(required)
+
+
+@needs("onnxruntime_ep_webgpu")
+@pytest.mark.skipif(Path("/dev/dri").exists(), reason="this machine may have a GPU for WebGPU")
+def test_several_models_of_a_library_without_a_device_have_the_same_reason(
+    run: Run, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process validates them, and registers the library once."""
+    save(network(8), project / "models" / "b.onnx")
+    monkeypatch.setattr("hatch_epcontext.jobs.run._LARGE", 0)
+    toml = 'targets.gpu.provider = "webgpu"\nmodels = ["models/a.onnx", "models/b.onnx"]\n'
+    lines: list[str] = []
+    result = run(toml, workers=Workers(120, progress=lines.append))
+    reasons = [v.reason for built in result.built for v in built.validations.values()]
+    assert reasons == ["WebGpuExecutionProvider finds no device"] * 2
+    assert re.fullmatch(r"reading 2 models of .* for gpu \.\.\.", lines[0])
 
 
 COREML = """

@@ -78,6 +78,7 @@ def test_one_name_of_a_rewrite_stands_for_one_operator_or_for_fused_ones() -> No
         ("indices", "ScatterElements"),
         ("indices", "ScatterND"),
         ("reciprocals", "Div"),
+        ("scaled-square", "ReduceL2"),
         *(("floor", operator) for operator in ("Exp", "Mish", "Softplus")),
     }
 
