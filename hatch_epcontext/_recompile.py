@@ -171,11 +171,11 @@ def _plan(
     loader: Any,
     opener: Opener,
     prepared: Variant,
-    place: tuple[Path, str, int | None],
+    entry: tuple[Path, str, int | None],
     device: Any,
 ) -> Job:
-    """The job that compiles ``prepared`` for ``device``; ``place``: the folder, the key, what is stale."""
-    request, (folder, key, stale) = opener.request, place
+    """The job that compiles ``prepared`` for ``device``; ``entry``: the folder, the key, what is stale."""
+    request, (folder, key, stale) = opener.request, entry
     root = prepared.package.root
     model = prepared.package.on_disk(prepared, verify=True)
     advice = "onnxruntime compiles only where the path has no letters outside ASCII; rename it"

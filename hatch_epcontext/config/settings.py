@@ -280,7 +280,7 @@ class Model:
 
     @property
     def ships_weights(self) -> bool:
-        """Whether the whole folder of a language model is shipped: contexts alone need no weights."""
+        """Whether the whole folder of a language model is shipped: contexts need no weights."""
         if self.genai is None or self.genai.config.cached:
             return True
         return self.fallback != "none" or bool(self.plain_targets)

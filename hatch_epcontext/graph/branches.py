@@ -38,7 +38,7 @@ class Branching:
 
 
 def branchings(main: onnx.GraphProto, kept: onnx.GraphProto) -> Iterator[Branching]:
-    """Yield those of ``main`` that values of inputs decide, and that ``kept``, its simplified form, has."""
+    """Yield those of ``main`` that values of inputs decide, and that ``kept``, what is left of it, has."""
     names = {node.name for node in graph.nodes(kept) if node.op_type in ("If", "Loop")}
     if not names:
         return

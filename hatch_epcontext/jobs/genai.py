@@ -159,7 +159,7 @@ def open_folders(build: Build, *, only_known: bool) -> Iterator[str]:
 
 
 def _not_compiled(build: Build, model: Model) -> Iterator[str]:
-    """What ``model`` has that its compiled forms lack."""
+    """What ``model`` has that nothing compiled of it has."""
     assert model.genai is not None, "only a language model has a folder"
     jobs = (job for job in build.jobs if job.models[0].configured_name == model.name)
     if not (names := dict.fromkeys(job.target.name for job in jobs)):

@@ -257,7 +257,7 @@ class Provider:
     """The nodes that the EP cannot compile; None if unknown."""
 
     operators: frozenset[str] | None = None
-    """The only operators that it takes, where it compiles on the user's machine alone: with ONNX Runtime's
+    """The only operators that it takes, where it compiles only on the user's machine: with ONNX Runtime's
     domain before those of `com.microsoft`. None where the build sees what is compiled, or if unknown."""
 
     lacks_dtypes: frozenset[str] = frozenset()

@@ -188,12 +188,12 @@ def _devices(request: DevicesRequest, folder: Path) -> tuple[Runtime | None, dic
     except BuildError as error:
         if len(request.providers) == 1:
             return None, {location: Devices(reason=error.problems[0].message)}
-        alone = [
+        replies = [
             _devices(DevicesRequest((name,), request.compatibility), folder)
             for name in request.providers
         ]
-        runtimes = (runtime for runtime, _ in alone if runtime is not None)
-        return next(runtimes, None), {n: d for _, devices in alone for n, d in devices.items()}
+        runtimes = (runtime for runtime, _ in replies if runtime is not None)
+        return next(runtimes, None), {n: d for _, devices in replies for n, d in devices.items()}
     return reply.runtime, dict(reply.devices)
 
 

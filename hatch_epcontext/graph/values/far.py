@@ -186,7 +186,7 @@ class UsesOfInputs:
         return (term for term in self._terms.of(name) if not (term.truth or term.masked))
 
     def _own(self, name: str) -> Iterator[LinearTerm]:
-        """The terms of a value that are numbers of one input alone."""
+        """The terms of a value that are numbers of only one input."""
         return (term for term in self._numbers(name) if not term.several)
 
     def _add_reach(self, node: onnx.NodeProto) -> None:
@@ -280,8 +280,8 @@ def _are_powers_of_two(divisors: Numbers) -> bool:
 
 def _unit_of(constants: Numbers) -> float:
     """That of the last decimal digit of ``constants``, at most 1."""
-    digits = (Decimal(str(number)).as_tuple().exponent for number in constants.ravel())
-    return 10.0 ** min(*(place for place in digits if isinstance(place, int)), 0)
+    exponents = (Decimal(str(number)).as_tuple().exponent for number in constants.ravel())
+    return 10.0 ** min(*(number for number in exponents if isinstance(number, int)), 0)
 
 
 _FLOATS = frozenset(
