@@ -82,6 +82,18 @@ compiled again. If the option counts for loading too, the file is shipped, and m
 ## Overview
 """
 
+HARDWARE = """
+Who has the hardware can change *not verified on hardware*. Build the wheel of the example project, or another
+one, on any machine, and validate it where the hardware is:
+
+```sh
+epcontext validate --package digits_app-1.0.0-py3-none-any.whl --report x-elite.json
+```
+
+Then [send the report](https://github.com/hatch-epcontext/hatch-epcontext/issues/new?template=board.yml).
+[On a board](validation.md#on-a-board) says what it contains, and how your project uses it.
+"""
+
 DEFAULTS = """
 ## Defaults
 
@@ -117,7 +129,7 @@ def providers() -> str:
     sections = (line for each in PROVIDERS.values() for line in _section(each))
     chips = _table(("`chip`", "numbers", "from", "compiled"), _chips())
     return "\n".join(
-        [PROVIDERS_INTRODUCTION, *overview, DEFAULTS, *keys, CHIPS, *chips, "", *sections]
+        [PROVIDERS_INTRODUCTION, *overview, HARDWARE, DEFAULTS, *keys, CHIPS, *chips, "", *sections]
     )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from hatch_epcontext.cli._common import echo, show_table
 from hatch_epcontext.graph.facts import Size
+from hatch_epcontext.jobs.boards import describe_run
 from hatch_epcontext.jobs.report import describe_coverage, describe_validation, describe_values
 from hatch_epcontext.package.manifest import ModelPackage
 from hatch_epcontext.providers import find
@@ -25,9 +27,12 @@ from hatch_epcontext.worker.results import Validation
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
+    "--markdown", is_flag=True, help="Print a table for a README: what is compiled, and for what."
+)
+@click.option(
     "--verify", is_flag=True, help="Check that all files exist, as the manifest has them."
 )
-def command(path: Path, as_json: bool, verify: bool) -> None:
+def command(path: Path, as_json: bool, markdown: bool, verify: bool) -> None:
     """Show the facts of a model, a wheel or a model package.
 
     PATH is an ONNX model (compiled or not), a wheel, or the folder of a model package that epcontext wrote.
@@ -36,17 +41,25 @@ def command(path: Path, as_json: bool, verify: bool) -> None:
     --verify fails if a file is missing or differs from the manifest (in a wheel: by RECORD), or if a wheel
     has no models.
     """
+    if as_json and markdown:
+        raise click.UsageError("Choose --json or --markdown.")
     inspection = tool.inspect(path)
+    if markdown and inspection.model is not None:
+        raise click.UsageError("--markdown is for a wheel or a model package.")
     if as_json:
         # Not sorted: variants are in the order of preference.
         click.echo(json.dumps(to_plain(inspection), indent=2).replace("\x7f", "\\u007f"))
     elif inspection.model is not None:
         _show_model(inspection.model)
+    elif markdown:
+        for line in _markdown(inspection.packages.values()):
+            echo(line)
     else:
         for folder, package in inspection.packages.items():
             _show_package(str(path) if folder == "." else folder, package)
     if verify:
-        echo(f"verified: {count(tool.verify(path, inspection), 'file')}", err=as_json)
+        verified = count(tool.verify(path, inspection), "file")
+        echo(f"verified: {verified}", err=as_json or markdown)
 
 
 def _show_model(model: InspectReply) -> None:
@@ -114,6 +127,8 @@ def _show_package(folder: str, package: ModelPackage) -> None:
         for target, variant in component.variants.items():
             for values in variant.about.validation.inputs if variant.about else ():
                 echo(f"{name} for {target}: {describe_values(values)}")
+            for run in variant.about.boards if variant.about else ():
+                echo(f"{name} for {target}: {describe_run(run)}")
     for name, component in package.components.items():
         for target, module in component.about.modules.items():
             if module:
@@ -121,6 +136,28 @@ def _show_package(folder: str, package: ModelPackage) -> None:
         for member, inputs in component.about.shapes.items():
             shapes = (f"{name} {_shape(shape)}" for name, shape in inputs.items())
             echo(f"{member}: a shape of {component.about.model}, {', '.join(shapes)}")
+
+
+def _markdown(packages: Iterable[ModelPackage]) -> Iterator[str]:
+    """A table of the compiled variants in ``packages``, and how builds and boards validated them."""
+    yield "| model | target | for | compiled | validated | on hardware |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for package in packages:
+        for name, component in package.components.items():
+            for target, variant in component.variants.items():
+                if (about := variant.about) is not None:
+                    settings, text = about.settings, variant.compatibility_string or ""
+                    cells = (
+                        name,
+                        target,
+                        _compiled_for(settings.provider, text) or variant.ep,
+                        describe_coverage(about.coverage),
+                        describe_validation(about.validation, with_reason=False),
+                        "; ".join(map(describe_run, about.boards)),
+                    )
+                    # A report of a board is text of somebody else.
+                    plain = (re.sub(r"([\\`*_\[\]<>|~])", r"\\\1", cell) for cell in cells)
+                    yield f"| {' | '.join(plain)} |"
 
 
 def _shape(shape: Sequence[Size] | None) -> str:

@@ -5,16 +5,18 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
 import pytest
 
+from hatch_epcontext.jobs.boards import BoardRun
 from hatch_epcontext.package.bundle import bundle
 from tests.cli.conftest import Cli, build_wheel, problems
 from tests.conftest import needs_qnn
 from tests.models import network, save, save_with_data
-from tests.results import Artifact, compiled, configured, install, resulting
+from tests.results import TOML, Artifact, compiled, configured, install, resulting
 from tests.worker.actions.test_compile import X_ELITE, compile_context_of
 
 
@@ -52,6 +54,25 @@ def test_a_file_that_models_share_is_counted_once(cli: Cli, tmp_path: Path) -> N
     rows = [line.split() for line in cli("inspect", bundled.folder).stdout.splitlines()]
     sizes = {row[0]: " ".join(row[3:]) for row in rows if "source" in row}
     assert sizes == {"a": f"{size / 1000:.1f} kB", "b": ""}
+
+
+def test_a_table_for_a_readme_has_no_markup_of_others(
+    cli: Cli, project: Path, tmp_path: Path
+) -> None:
+    result = compiled(configured(project, TOML), tmp_path / "compiled")
+    chip = "*[Chip](http://x)* | <b>"
+    run = BoardRun("agrees", chip, "1.2", "Linux", {}, latency=0.0021)
+    bundled = bundle(replace(result, boards={("a", "cpu"): (run,)}), tmp_path, {})
+    _, _, row = cli("inspect", bundled.folder, "--markdown").stdout.splitlines()
+    assert row == (
+        "| a | cpu | CPUExecutionProvider | optimized graph | ran, NOT compared | "
+        r"agrees on \*\[Chip\](http://x)\* \| \<b\> (driver 1.2), 2.1 ms |"
+    )
+    assert (
+        f"a for cpu: agrees on {chip} (driver 1.2), 2.1 ms" in cli("inspect", bundled.folder).stdout
+    )
+    both = cli("inspect", bundled.folder, "--markdown", "--json", code=2)
+    assert "Choose --json or --markdown." in both.stderr
 
 
 def test_a_wheel_as_json(cli: Cli, wheel: Path) -> None:

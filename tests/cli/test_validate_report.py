@@ -126,6 +126,14 @@ def test_the_next_build_takes_the_report_without_compiling(
     ]
     runs = entries(report)
     assert [known["boards"] for known in about] == [[runs[n]["run"]] for n in ("npu", "cpu")]
+    on_cpu = f"agrees on {runs['cpu']['run']['chip']}, "
+    inspected = cli("inspect", "out").stdout
+    assert "\na for npu: agrees on the simulator of snapdragon-x-elite\n" in inspected
+    assert f"\na for cpu: {on_cpu}" in inspected
+    _, _, npu, cpu = cli("inspect", "out", "--markdown").stdout.splitlines()
+    assert npu.startswith("| a | npu | snapdragon-x-elite | ")
+    assert npu.endswith(" dB) | agrees on the simulator of snapdragon-x-elite |")
+    assert cpu.endswith(" ms |")
     # The build's own verdict stays.
     assert [known["validation"]["status"] for known in about] == ["ran", "ran"]
     assert cli("validate", "out").exit_code == 0
