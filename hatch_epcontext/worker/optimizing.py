@@ -63,6 +63,8 @@ def optimize(
         restored = restore_inlined(model.graph, onnx.load(result, load_external_data=False))
         onnx.save(restored, result)
         _move_external(result, data)
+        # Weights become float32 in each run, and an arena would keep all of them.
+        session_options.enable_cpu_mem_arena = False
         return open_session(result, session_options)
     session_options.optimized_model_filepath = near(result)
     if data is not None:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import onnx
 from onnx import helper
@@ -101,34 +101,60 @@ def compile_with_library(
     if problems := [*_other_tensors(network, source.graph)]:
         raise RefusedError(*problems)
     config = _configured(trt, builder, network, target, key)
-    engine = builder.build_serialized_network(network, config)
-    if engine is None:
-        raise LibraryError(_not_built(log.errors, target, fused))
-    version = importlib.import_module(trt.__package__).__version__
-    blob = memoryview(engine)
-    check_engine(blob, target)
-    if target.settings.embed and len(blob) > PROTOBUF_LIMIT - _MAX_REST:
-        size = f"the engine has {len(blob) / 2**30:.1f} GiB"
+    engine = result.with_suffix(".engine")
+    with engine.open("wb") as opened:
+        stream = _stream(trt, opened)
+        is_built = builder.build_serialized_network_to_stream(network, config, stream)
+        if stream.error is not None:
+            raise stream.error
+        if not is_built:
+            raise LibraryError(_not_built(log.errors, target, fused))
+        bytes_ = opened.tell()
+    with engine.open("rb") as opened:
+        header = opened.read(HEADER)
+    check_engine(header, bytes_, target)
+    if target.settings.embed and bytes_ > PROTOBUF_LIMIT - _MAX_REST:
+        size = f"the engine has {bytes_ / 2**30:.1f} GiB"
         message = f"{size}, but an ONNX file cannot be larger than 2 GiB."
         hint, setting = (
             "Put it into a file beside the context model.",
             Setting(key / "embed", False),
         )
         raise ModelError(Problem(Kind.TOO_LARGE, "", message, hint, settings=(setting,)))
-    _write(source, blob, result, target, version)
+    version = importlib.import_module(trt.__package__).__version__
+    _write(source, engine, header, result, target, version)
 
 
-def check_engine(engine: bytes | memoryview, target: Target) -> None:
-    """Raise BuildError unless the header of ``engine`` has its size and the target's GPUs.
+def _stream(trt: Any, file: IO[bytes]) -> Any:
+    """What the library writes an engine through, into ``file``: a whole one would be in memory twice.
+
+    It ignores what a stream raises, so ``error`` has that.
+    """
+
+    class Stream(trt.IStreamWriter):  # type: ignore[misc]
+        error: OSError | None = None
+
+        def write(self, data: bytes) -> int:
+            try:
+                return file.write(data)
+            except OSError as error:
+                self.error = error
+                return -1
+
+    return Stream()
+
+
+def check_engine(header: bytes, size: int, target: Target) -> None:
+    """Raise BuildError unless the ``header`` of an engine has its ``size`` and the target's GPUs.
 
     Without a GPU the library reads no more of it.
     """
-    facts = target.provider.compiled_for(engine[:HEADER].hex())
+    facts = target.provider.compiled_for(header.hex())
     gpus, capabilities = facts.get("compute capability"), target.settings.compute_capabilities
     if not facts:
         raise RefusedError(_wrong("an engine with an unknown header"))
-    if (size := engine_size(engine)) != len(engine):
-        raise RefusedError(_wrong(f"{len(engine)} bytes, and its header counts {size}"))
+    if (counted := engine_size(header)) != size:
+        raise RefusedError(_wrong(f"{size} bytes, and its header counts {counted}"))
     if capabilities and gpus != ", ".join(capabilities):
         raise RefusedError(_wrong(f"an engine for {gpus}, not for {listing(capabilities)}"))
 
@@ -316,12 +342,19 @@ def _set_shape(trt_profile: Any, tensor: Any, profile: Profile, key: Key) -> Non
 
 
 def _write(
-    source: onnx.ModelProto, engine: memoryview, result: Path, target: Target, version: str
+    source: onnx.ModelProto,
+    engine: Path,
+    header: bytes,
+    result: Path,
+    target: Target,
+    version: str,
 ) -> None:
-    """Write the context model, and the engine beside it unless it is embedded."""
-    settings, file = target.settings, f"{result.stem}.engine"
-    if not settings.embed:
-        (result.parent / file).write_bytes(engine)
+    """Write the context model, with the ``engine`` inside or beside it."""
+    settings = target.settings
+    context: bytes | str = engine.name
+    if settings.embed:
+        context = engine.read_bytes()
+        engine.unlink()
     node = helper.make_node(
         graph.CONTEXT_OP,
         [value.name for value in graph.inputs(source.graph)],
@@ -330,7 +363,7 @@ def _write(
         domain="com.microsoft",
         main_context=0,
         embed_mode=int(settings.embed),
-        ep_cache_context=bytes(engine) if settings.embed else file,
+        ep_cache_context=context,
         hardware_architecture=",".join(
             capability.replace(".", "") for capability in settings.compute_capabilities
         ),
@@ -339,13 +372,13 @@ def _write(
         ep_sdk_version=sdk_version(version),
         source=settings.ep,
     )
-    context = helper.make_model(
+    model = helper.make_model(
         helper.make_graph(
             [node], source.graph.name, graph.inputs(source.graph), source.graph.output
         ),
         opset_imports=[*source.opset_import, helper.make_opsetid("com.microsoft", 1)],
         ir_version=source.ir_version,
     )
-    compatibility = {f"ep_compatibility_info.{settings.ep}": engine[:HEADER].hex()}
-    helper.set_model_props(context, compatibility)
-    onnx.save(context, result)
+    compatibility = {f"ep_compatibility_info.{settings.ep}": header.hex()}
+    helper.set_model_props(model, compatibility)
+    onnx.save(model, result)

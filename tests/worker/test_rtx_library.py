@@ -254,17 +254,25 @@ def test_an_engine_is_compared_with_its_header_and_the_compatibility_string(
     assert f"is of an engine of {size} bytes, which is not there" in wrong
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_no_refusal(tmp_path: Path) -> None:
+    path = save(network(1), tmp_path / "models" / "a.onnx")
+    (tmp_path / "a_ctx.engine").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        compile_with_library(path, tmp_path / "a_ctx.onnx", rtx())
+
+
 def test_a_damaged_engine_and_one_for_other_gpus_are_refused(tmp_path: Path) -> None:
     to = rtx()
     engine = engine_of(network(1), tmp_path, to)
-    check_engine(engine, to)
+    check_engine(engine[:HEADER], len(engine), to)
     flipped = bytes([engine[0] ^ 1]) + engine[1:]
     for damaged in (engine[:-1], engine + b"x", engine[:10], b"", flipped):
         with pytest.raises(BuildError) as raised:
-            check_engine(damaged, to)
+            check_engine(damaged[:HEADER], len(damaged), to)
         assert {problem.kind for problem in raised.value.problems} == {Kind.WRONG_RESULT}
     with pytest.raises(BuildError):
-        check_engine(engine, rtx(("8.6",)))
+        check_engine(engine[:HEADER], len(engine), rtx(("8.6",)))
 
 
 def test_without_a_gpu_only_the_structure_is_validated(tmp_path: Path) -> None:
