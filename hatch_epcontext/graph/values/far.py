@@ -48,6 +48,9 @@ _DIGITS = 5
 _LONG = 1000
 """The divisor from which a division is of large integers, as of times and identifiers."""
 
+_BUCKETS = 100
+"""The modulus from which a remainder is that of identifiers."""
+
 _SECONDS = frozenset({3600, 86400, 604800})
 """Hours, days and weeks in seconds: seconds since 1970 have 32 bits until 2038."""
 
@@ -190,19 +193,19 @@ class UsesOfInputs:
         return (term for term in self._numbers(name) if not term.several)
 
     def _add_reach(self, node: onnx.NodeProto) -> None:
-        """A logarithm is of numbers of all sizes, a remainder uses all digits of integers, but for that of a
-        power of two, and a division by a large integer is of larger ones.
+        """A logarithm is of numbers of all sizes, but for that of counts, to which 1 is added. A remainder
+        uses all digits of integers, and a division by a large integer is of larger ones: small divisors are
+        of digits and clocks, and powers of two of bits, which integers of fewer bits have too.
         """
         scope = self._terms.scope
         dtype, other = scope.dtype(node.input[0]), scope.constant(graph.operand(node, 1))
         is_whole = dtype is not None and dtype.kind in "iu"
         is_modulo = node.op_type == "Mod"
-        if is_modulo and other is not None and _are_powers_of_two(other):
-            return
-        is_long = is_whole and other is not None and _is_long(other)
+        divisors = np.zeros(0) if other is None else other
+        is_long = is_whole and _is_long(divisors, _BUCKETS if is_modulo else _LONG)
         for term in self._own(node.input[0]):
-            uses_digits = is_whole and is_modulo and term.scale == 1
-            if node.op_type == "Log" or uses_digits or is_long:
+            is_log = node.op_type == "Log" and (term.scale, term.offset) != (1, 1)
+            if is_log or (is_long and (term.scale == 1 or not is_modulo)):
                 self.of[term.input].reach = _MAX_EXACT
 
     def _add_centers(self, node: onnx.NodeProto) -> None:
@@ -265,17 +268,12 @@ class UsesOfInputs:
         return numbers if reader.op_type == "Div" else np.asarray(1 / numbers)
 
 
-def _is_long(divisors: Numbers) -> bool:
-    """Whether a division by these is of large integers."""
-    return bool((np.abs(divisors) >= _LONG).any()) and not _SECONDS.issuperset(
-        map(int, divisors.ravel())
-    )
-
-
-def _are_powers_of_two(divisors: Numbers) -> bool:
-    """Whether remainders are the last bits of integers, which an EP with fewer bits has too."""
-    sizes = np.abs(divisors.astype(np.int64))
-    return bool(((sizes > 0) & (sizes & (sizes - 1) == 0)).all())
+def _is_long(divisors: Numbers, least: int) -> bool:
+    """Whether a division by these, of which one is ``least`` or more, is of large integers."""
+    sizes = np.abs(divisors.astype(np.int64)).ravel()
+    are_powers = (sizes > 0) & (sizes & (sizes - 1) == 0)
+    of_clocks = [int(size) in _SECONDS for size in sizes]
+    return bool((sizes >= least).any()) and not (are_powers.all() or all(of_clocks))
 
 
 def _unit_of(constants: Numbers) -> float:

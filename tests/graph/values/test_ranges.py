@@ -406,9 +406,11 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
     ("nodes", "reach"),
     [
         ("y = Add (x, x)", 0),
-        ("y = Mod (x, k)", 2**53),
-        # The last bits, which fewer bits have too.
+        ("y = Mod (x, buckets)", 2**53),
+        # Of a clock, and the last bits, which fewer bits have too.
+        ("y = Mod (x, k)", 0),
         ("y = Mod (x, bits)", 0),
+        ("y = Div (x, bits)", 1024),
         ("y = ReduceMax (x)", 2**53),
         # Of milliseconds and of seconds since 1970.
         ("d = Div (x, ms) y = Mod (d, k)", 2**53),
@@ -418,9 +420,13 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
         ("c = Cast <to = 1> (x) y = Mul (c, micro)", 8e6),
         ("c = Cast <to = 1> (x) y = Exp (c)", 0),
         ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Log (d)", 2**53),
+        ("c = Cast <to = 1> (x) y = Log (c)", 2**53),
+        # Of counts.
+        ("c = Cast <to = 1> (x) d = Add (c, one) y = Log (d)", 1),
     ],
 )
 def test_constants_show_how_large_values_are(nodes: str, reach: float) -> None:
     text = f"""(int64[4] x) => (y) <int64 k = {{24}}, int64 hour = {{3600}}, int64 ms = {{86400000}},
-        int64 id = {{10000000000}}, int64 bits = {{1024}}, float micro = {{0.000001}}> {{ {nodes} }}"""
+        int64 id = {{10000000000}}, int64 bits = {{1024}}, int64 buckets = {{1000}},
+        float micro = {{0.000001}}, float one = {{1}}> {{ {nodes} }}"""
     assert all_of(text)["x"].reach == pytest.approx(reach, rel=1e-4)
