@@ -40,7 +40,7 @@ def expect(
     expectations: dict[str, Expectation] = {}
     for variants, method in candidates:
         is_shipped = method is loader.Opener.open_shipped
-        look = partial(_look_at_shipped, loader) if is_shipped else _look_at_prepared
+        look = partial(_look_at_shipped if is_shipped else _look_at_prepared, loader)
         attempt, known = loader.open_variant(look, variants, request)
         expectation = Expectation(
             attempt.target, known.answer if known else "cannot", attempt.reason
@@ -55,7 +55,8 @@ def expect(
 # In place of a session they return what is known without one.
 
 
-def _look_at_prepared(opener: Opener) -> tuple[SimpleNamespace, str]:
+def _look_at_prepared(loader: Any, opener: Opener) -> tuple[SimpleNamespace, str]:
+    opener.variant = loader.beside("_recompile").for_this_machine(opener.variant)
     opener.check()
     with opener.lock:
         opener.find_devices()

@@ -67,11 +67,22 @@ class Job(NamedTuple):
 
 
 def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
-    """Open a variant, after its prepared model was compiled here, once for its EP and driver.
+    """Open a variant, after its prepared model was compiled here, once for its EP and device.
 
-    ``loader`` is the module beside this one. Returns the session, and what it runs on.
+    ``loader`` is the module beside this one. Returns the session, and what it runs on. Raises LoadError
+    with the reason if that fails.
     """
-    opener.variant = variant = _for_this_machine(opener.variant)
+    try:
+        return _open_compiled(loader, opener)
+    except (ImportError, loader.SkipTargetError):
+        raise
+    except Exception as error:
+        reason = loader._cause(error)  # noqa: SLF001
+        raise loader.LoadError(f"compiling it on this machine: {reason}") from error
+
+
+def _open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
+    opener.variant = variant = for_this_machine(opener.variant)
     opener.check()
     prepared = _prepared(variant)
     if opener.request.verify:
@@ -111,10 +122,15 @@ def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
         raise
 
 
-def _for_this_machine(variant: Variant) -> Variant:
-    """``variant`` without what is only true of the context that was shipped."""
+def for_this_machine(variant: Variant) -> Variant:
+    """``variant`` without what is only true of the context that was shipped, such as its chip."""
     variant = copy.copy(variant)
     variant.compatibility = ""
+    variant.about = {**variant.about, "needs_device": False}
+    of_chip = {*(variant.about.get("chip_options") or ())}
+    options: dict[str, str] = variant.settings.get("provider_options") or {}
+    options = {name: value for name, value in options.items() if name not in of_chip}
+    variant.settings = {**variant.settings, "provider_options": options}
     return variant
 
 
@@ -143,7 +159,7 @@ def _written(folder: Path) -> int | None:
 
 
 def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
-    """The name of what is compiled: the prepared model, its settings, and all that is installed."""
+    """The name of what is compiled: the prepared model, its settings, the device, and what is installed."""
     import hashlib
     from importlib.metadata import PackageNotFoundError, version
 
@@ -158,7 +174,11 @@ def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
     with contextlib.suppress(PackageNotFoundError, ValueError):
         installed.append(version(variant.plugin.get("package", "")))
     content = {
-        "model": {n: record["sha256"] for n, record in variant.package.files_of(prepared).items()},
+        # Without their folder: targets for several chips have the same.
+        "model": {
+            posixpath.relpath(name, prepared.folder): record["sha256"]
+            for name, record in variant.package.files_of(prepared).items()
+        },
         "settings": variant.settings,
         "onnxruntime": ort.__version__,
         "ep": installed,
@@ -262,7 +282,7 @@ def _compile(job: Job, announce: Callable[[], object]) -> str:
                 (temporary / job.key).rename(result)
                 (folder / f"{job.key}.json").unlink(missing_ok=True)
             elif shutil.disk_usage(folder).free < _NO_ROOM:
-                reason = f"no space is left in {folder} ({reason})"
+                reason = f"no space is left in {folder}"
             elif is_lasting:
                 _remember(folder, job.key, reason)
         finally:
@@ -295,7 +315,7 @@ def _run_compiler(job: Job, temporary: Path) -> tuple[str, bool]:
     with contextlib.suppress(OSError, ValueError, KeyError):
         reply = json.loads((temporary / _REPLY).read_bytes())
         return reply["reason"], reply["is_lasting"]
-    return _crash(code), True
+    return f"the compiler {_ended(code)}", True
 
 
 def _start(task: str, job: Job, folder: Path, **more: Any) -> Any:
@@ -330,13 +350,13 @@ def _kill(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _crash(code: int) -> str:
-    """How a process ended that gave no reply, with this exit code."""
+def _ended(code: int) -> str:
+    """How a process ended with this exit code."""
     import signal
 
     with contextlib.suppress(ValueError):
-        return f"the compiler crashed ({signal.Signals(-code).name})"
-    return f"the compiler crashed (exit code {code if code < 256 else hex(code)})"
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code if code < 256 else hex(code)}"
 
 
 @contextlib.contextmanager
@@ -350,6 +370,8 @@ def _locked(file: Path, seconds: float = 1e6) -> Iterator[None]:
 
     # A compiler may take hours.
     with contextlib.closing(sqlite3.connect(file, timeout=seconds)) as database:
+        # Or a full disk could not be locked.
+        database.execute("PRAGMA journal_mode = OFF")
         database.execute("BEGIN EXCLUSIVE")
         yield
 
@@ -363,14 +385,18 @@ def _main() -> None:
     job = Job(*json.loads(sys.stdin.buffer.readline()))
     # It ends with the app, and does not wait for an app that was forked.
     threading.Thread(target=_end_with_input, daemon=True).start()
-    threading.Timer(job.seconds + 60, _end).start()
+    limit = threading.Timer(job.seconds + 60, _end)
+    limit.daemon = True
+    limit.start()
     sys.path[:] = job.path
     folder = Path(job.folder, f"{job.key}.tmp")
-    reason, is_lasting = _serve(job, folder / job.key)
-    reply = json.dumps({"reason": reason, "is_lasting": is_lasting})
-    (folder / _REPLY).write_text(reply, encoding="utf-8")
-    # Some EPs crash when their sessions are closed.
-    os._exit(0)
+    try:
+        reason, is_lasting = _serve(job, folder / job.key)
+        reply = json.dumps({"reason": reason, "is_lasting": is_lasting})
+        (folder / _REPLY).write_text(reply, encoding="utf-8")
+    finally:
+        # At once: some EPs crash when their sessions are closed.
+        os._exit(0)
 
 
 def _end_with_input() -> None:
@@ -428,7 +454,7 @@ def _opener(loader: Any, job: Job) -> Opener:
     every = itertools.chain.from_iterable(package.models.values())
     name = job.component, job.target
     variant = next(v for v in every if (v.component, v.target) == name)
-    opener: Opener = loader.Opener(_for_this_machine(variant), loader.Request(**job.request))
+    opener: Opener = loader.Opener(for_this_machine(variant), loader.Request(**job.request))
     opener.check()
     # Where the library is a package's, that may prepare what it needs.
     with contextlib.suppress(Exception):
@@ -444,9 +470,9 @@ def _opener(loader: Any, job: Job) -> Opener:
 def _compile_with(opener: Opener, job: Job, file: Path) -> None:
     """Compile the job's prepared model into ``file``."""
     ort, settings, variant = opener.ort, opener.variant.settings, opener.variant
-    compiled_with: dict[str, str] = settings.get("provider_options") or {}
     files = str(variant.option_files)
-    provider_options = {n: v.replace("{file}", files) for n, v in compiled_with.items()}
+    own = settings["provider_options"]
+    provider_options = {name: value.replace("{file}", files) for name, value in own.items()}
     options = ort.SessionOptions()
     for key, value in (settings.get("session_options") or {}).items():
         options.add_session_config_entry(key, value)

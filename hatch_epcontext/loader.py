@@ -147,7 +147,7 @@ def load(
     session = None
     for variants, method in candidates:
         if session is not None:
-            if attempts[-1].target != variants[0].target:
+            if all(attempt.target != variants[0].target for attempt in attempts):
                 attempts.append(TargetAttempt(variants[0].target, Outcome.NOT_NEEDED))
             continue
         attempt, session = open_variant(method, variants, request)
@@ -565,12 +565,14 @@ def _list_candidates(
             )
     if request.shapes:
         variants.sort(key=lambda variant: (not variant.fits(request), variant.elements))
+    of_targets = [[v for v in variants if v.target == target] for target in targets]
     candidates: list[tuple[list[Variant], Callable[..., Any]]] = []
-    for target in targets:
-        of_target = [variant for variant in variants if variant.target == target]
-        candidates.append((of_target, Opener.open_shipped))
-        if request.recompile and of_target[0].prepared:
-            candidates.append((of_target, Opener.open_compiled))
+    for _, group in itertools.groupby(of_targets, lambda v: (v[0].ep, v[0].device)):
+        same = list(group)
+        candidates += [(v, Opener.open_shipped) for v in same]
+        # Behind the contexts for other chips: one of them may be for this one.
+        prepared = [v for v in same if request.recompile and v[0].prepared]
+        candidates += [(v, Opener.open_compiled) for v in prepared]
     return candidates
 
 
@@ -596,8 +598,7 @@ def open_variant(
         return TargetAttempt(variant.target, Outcome.SKIPPED, str(error)), None
     except Exception as error:
         # Of any kind: a device that has vanished makes onnxruntime raise even MemoryError.
-        when = "compiling it on this machine: " if method is Opener.open_compiled else ""
-        return TargetAttempt(variant.target, Outcome.FAILED, f"{when}{_cause(error)}"), None
+        return TargetAttempt(variant.target, Outcome.FAILED, _cause(error)), None
     session.epcontext_target = variant.target
     return TargetAttempt(variant.target, Outcome.OPENED, runs_on), session
 
@@ -678,7 +679,6 @@ class Opener:
         return self.open(file)
 
     def open_compiled(self) -> Any:
-        # Beside this module only where a target has recompile = true.
         return beside("_recompile").open_compiled(sys.modules[__name__], self)
 
     def readable(self, file: Path, encoding: str, reason: str) -> Path:

@@ -91,7 +91,8 @@ class VariantMetadata:
     only the EP's own device can open it, because a simulator refuses it or crashes. ``needs_code_page``: on
     Windows the EP crashes where the code page lacks a letter of the path. ``compares``: the loader
     asks the EP whether it can run the context. ``prepared``: the path of the prepared model in the variant's
-    folder, if it is shipped. ``group``: the name of the weight-sharing group.
+    folder, if it is shipped, and ``chip_options`` the provider options in ``settings`` that are true of this
+    chip alone. ``group``: the name of the weight-sharing group.
     """
 
     product: Product
@@ -110,6 +111,7 @@ class VariantMetadata:
     needs_code_page: bool = False
     compares: bool = False
     prepared: str | None = None
+    chip_options: tuple[str, ...] = ()
     group: str | None = None
     boards: tuple[BoardRun, ...] = ()
 
@@ -348,6 +350,9 @@ def _variant(built: Built, model: str, folder: str, boards: tuple[BoardRun, ...]
         coverage=context.coverage,
         validation=built.validations[model],
         prepared=f"{PREPARED}/{model}.onnx" if settings.recompile else None,
+        chip_options=tuple(
+            n for n in settings.provider_options if n in target.provider.chip_options
+        ),
         needs_device=bool(job.reason_not_to_open),
         needs_code_page=target.provider.needs_code_page and not settings.embed,
         compares=target.provider.compares,

@@ -241,6 +241,9 @@ class Provider:
     chips: Mapping[str, Chip] = MappingProxyType({})
     """The values of ``chip``: names, and numbers without a source. Facts that are options become options."""
 
+    chip_options: frozenset[str] = frozenset()
+    """The options that say which chip is compiled for: without them it is that of the device."""
+
     reserved: Mapping[str, str] = MappingProxyType({})
     """Options that a configuration cannot set, each with the reason or with what to use instead."""
 

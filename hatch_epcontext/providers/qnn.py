@@ -339,6 +339,7 @@ class Qnn(Provider):
     # Measured on two cores: 1e9 for a U-Net, 2e8 for a detector and an encoder with int8 weights.
     simulator_speed = 3e8
     chips = _CHIPS
+    chip_options = frozenset({"soc_model", "htp_arch", "vtcm_mb"})
     options = _OPTIONS
     reserved = _RESERVED
     static_shapes = True

@@ -83,6 +83,64 @@ def test_a_target_is_compiled_before_the_next_one_is_opened(qnn: Shipper) -> Non
     ]
 
 
+CHIPS = changed(
+    QNN,
+    # No simulator opens what is for several chips.
+    needs_device=True,
+    chip_options=["soc_model", "htp_arch"],
+    settings={
+        "provider_options": {"backend_type": "htp", "soc_model": "60,57", "htp_arch": "73,75"}
+    },
+)
+
+
+@needs_qnn
+def test_a_chip_that_no_context_is_for_gets_one_of_its_own(qnn: Shipper) -> None:
+    app = qnn(npu=CHIPS)
+    attempts = app.explain("a", device="any")
+    assert outcomes(attempts) == [("npu", "skipped"), ("source", "opened")]
+    assert "is for several chips" in str(attempts[0])
+    assert app.check("a", device="any")[0].answer == "cannot"
+    (expected, _) = app.check("a", device="any", recompile=True)
+    assert expected.answer == "unknown"
+    assert app.target_of(jit(app)) == "npu"
+    (folder,) = kept(app)
+    model = onnx.load(folder / "a_ctx.onnx", load_external_data=False)
+    (compatibility,) = (
+        entry.value for entry in model.metadata_props if entry.key.startswith("ep_compat")
+    )
+    # Of the device, whose architecture and SoC the options did not name.
+    assert compatibility.split(":")[4:6] == ["0", "0"]
+    written = (folder / "files.json").stat().st_mtime_ns
+    assert app.target_of(jit(app)) == "npu"
+    assert (folder / "files.json").stat().st_mtime_ns == written
+
+
+@needs_qnn
+def test_nothing_is_compiled_while_a_later_target_has_the_chip(qnn: Shipper) -> None:
+    shutil.copytree(qnn.folder / "a/npu", qnn.folder / "a/own")
+    own = {**changed(QNN, chip_options=["soc_model", "htp_arch"]), "variant_directory": "a/own"}
+    app = qnn(npu=CHIPS, own=own, cpu=CPU)
+    attempts = app.explain("a", device="any", recompile=True)
+    assert outcomes(attempts)[:2] == [("npu", "skipped"), ("own", "opened")]
+    assert [attempt.target for attempt in attempts] == ["npu", "own", "cpu", "source"]
+    assert kept(app) == []
+    damage(qnn.folder / "a/own/a_ctx_qnn.bin")
+    attempts = app.explain("a", device="any", recompile=True)
+    assert outcomes(attempts) == [
+        ("npu", "skipped"),
+        ("own", "failed"),
+        ("npu", "opened"),
+        ("cpu", "not needed"),
+        ("source", "not needed"),
+    ]
+    # Without their chips the two are one.
+    assert app.target_of(jit(app, target="own")) == "own"
+    assert len(kept(app)) == 1
+    app = qnn(npu=CHIPS, cpu=CPU, own=own)
+    assert app.target_of(jit(app)) == "npu", "a target of another kind is not before it"
+
+
 @needs_qnn
 def test_options_that_name_files_have_those_of_the_package(qnn: Shipper) -> None:
     own = QNN["additional_metadata"]["hatch-epcontext"]["settings"]["provider_options"]
@@ -316,9 +374,9 @@ def slow(*values: str) -> Any:
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("os.abort()", "the compiler crashed (SIGABRT)"),
-        ("ctypes.string_at(0)", "the compiler crashed (SIGSEGV)"),
-        ("os._exit(3)", "the compiler crashed (exit code 3)"),
+        ("os.abort()", "the compiler was ended by SIGABRT"),
+        ("ctypes.string_at(0)", "the compiler was ended by SIGSEGV"),
+        ("os._exit(3)", "the compiler ended with exit code 3"),
         # A library that hangs with the interpreter's lock, and one that has started a process.
         slow("ctypes.PyDLL(None).sleep(600)", "the compiler did not end in 4 s"),
         slow("os.fork(); NOTE; time.sleep(600)", "the compiler did not end in 4 s"),

@@ -160,6 +160,20 @@ recompile = true
     assert only_variant(package, "openvino")[1].prepared == "prepared/a.onnx"
 
 
+@newer_python
+def test_the_options_of_the_chip_are_named(project: Path, tmp_path: Path) -> None:
+    toml = """
+models = ["models/a.onnx"]
+[targets.npu]
+provider = "qnn"
+chip = "snapdragon-x-elite"
+provider-options = { vtcm_mb = 4, htp_graph_finalization_optimization_mode = 3 }
+"""
+    _, about = only_variant(made(project, toml, tmp_path / "artifacts"), "npu")
+    assert set(about.chip_options) == {"soc_model", "htp_arch", "vtcm_mb"}
+    assert about.settings.provider_options["soc_model"] == "60"
+
+
 def test_the_source_is_a_variant_of_the_cpu(project: Path, tmp_path: Path) -> None:
     result = compiled(configured(project), tmp_path / "artifacts")
     (component,) = package_of(result).components.values()

@@ -408,6 +408,12 @@ def test_what_a_context_is_for_is_said_by_name_if_each_chip_has_one() -> None:
     assert QNN.describe({}) == ""
 
 
+def test_the_options_of_a_chip_are_those_that_its_name_sets() -> None:
+    for provider in PROVIDERS.values():
+        named = provider.facts_of(provider.chips).keys() & provider.options.keys()
+        assert named <= provider.chip_options <= provider.options.keys()
+
+
 @pytest.mark.parametrize(
     ("options", "is_missing"),
     [
