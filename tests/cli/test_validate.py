@@ -53,7 +53,7 @@ def test_a_context_runs_and_agrees_with_its_source(cli: Cli, context: Path, sour
 def test_a_context_names_its_ep_as_the_ep_reads_it(
     cli: Cli, context: Path, source: Path, name: str, code: int
 ) -> None:
-    """As other tools write it: qualcomm/ai-hub-models#315."""
+    """As other tools write it: qualcomm/ai-hub-models#315 and microsoft/onnxruntime#20926."""
     written = onnx.load(context)
     (node,) = written.graph.node
     next(each for each in node.attribute if each.name == "source").s = name.encode()

@@ -216,6 +216,7 @@ def test_the_configuration_has_the_layers_of_the_model(
 
 
 def test_one_profile_has_no_two_head_sizes(tmp_path: Path) -> None:
+    """Gemma 4 has them: microsoft/onnxruntime-genai#2062 and #2098."""
     make_folder(tmp_path / "project" / "models" / "llama", head_sizes=(16, 32))
     project = make_project(tmp_path / "project", TOML + RTX)
     config = configured(project, TOML + RTX)
@@ -225,7 +226,7 @@ def test_one_profile_has_no_two_head_sizes(tmp_path: Path) -> None:
 
 @needs_qnn
 def test_a_wheel_has_the_stages_with_shared_weights(folder: Path, tmp_path: Path) -> None:
-    # In some models layers differ.
+    # In some models layers differ: microsoft/onnxruntime-genai#2062 and #2098.
     make_folder(folder, head_sizes=(16, 32))
     target = NPU.replace(" }", ', provider-options.op_affinity = "affinity.json" }')
     project = make_project(tmp_path / "project", TOML + target)

@@ -117,6 +117,7 @@ def cold_wheel(folder: Path, toml: str) -> Path:
 def test_two_cold_builds_write_the_same_wheel(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    """What packagers ask of a build: pyca/cryptography#12811."""
     if name == "openvino":
         request.getfixturevalue("openvino_cpu")
     folders = (tmp_path / "one", tmp_path / "another" / "deeper")

@@ -130,6 +130,9 @@ SQUARING = (
 def test_what_qnn_refuses_is_compiled_in_another_form(
     tmp_path: Path, opset: int, text: str, rewrite: str
 ) -> None:
+    """The cache: microsoft/onnxruntime#27485 and microsoft/onnxruntime-genai#2235; the sum of squares:
+    istupakov/onnx-asr#124.
+    """
     compiled = compile_for_qnn(parsed(text, opset), tmp_path)
     assert compiled.coverage is not None
     assert compiled.coverage.uncovered == ()

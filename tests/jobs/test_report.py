@@ -89,6 +89,7 @@ def test_how_it_was_prepared_is_in_the_line_and_what_was_tried_in_the_report(
 
 
 def test_a_warning_says_where_the_arithmetic_of_an_input_ends() -> None:
+    """QNN casts int64 to int32: microsoft/onnxruntime#24351."""
     ends = -(2.0**31), 2.0**31 - 1
     inputs = (
         InputValues("x", -4.25, 4.5),

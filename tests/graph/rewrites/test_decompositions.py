@@ -409,6 +409,7 @@ def test_quantized_values_are_pooled_as_floats() -> None:
     ],
 )
 def test_a_reduction_along_no_axis_is_a_function_of_each_value(operator: str) -> None:
+    """See microsoft/onnxruntime#19147 and #26541."""
     model = parsed(
         f"""(float[2, 3] x) => (float[2, 3] y)
         {{ y = {operator} <noop_with_empty_axes = 1> (x, axes) }}""",
