@@ -100,7 +100,8 @@ def _changed(loader: Any, opener: Opener) -> str:
         return "the build did not open it"
     if variant.settings.get("optimization") == "all":
         return 'optimization = "all" is for the processor of the build machine'
-    plugins = {v.plugin.get("package") for v in ran}
+    # A library that the project names is called by its import package.
+    plugins = {v.plugin.get("package", "").replace("_", "-") for v in ran}
     for name, version in ((n, text) for v in ran for n, text in v.about["compiled_with"].items()):
         is_runtime = name.startswith("onnxruntime") and name not in plugins
         if is_runtime and _numbers(here) < _numbers(version):

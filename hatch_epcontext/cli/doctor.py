@@ -57,7 +57,7 @@ Examples:
 
 
 @click.command("doctor", epilog=_EXAMPLES)
-@click.argument("wheel", required=False, type=click.Path(path_type=Path))
+@click.argument("wheels", metavar="[WHEEL]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "--devices",
     "files",
@@ -85,7 +85,7 @@ Examples:
 @click.pass_context
 def command(
     ctx: click.Context,
-    wheel: Path | None,
+    wheels: tuple[Path, ...],
     files: tuple[Path, ...],
     library: str | None,
     pairs: tuple[str, ...],
@@ -102,20 +102,20 @@ def command(
 
     With WHEEL it says what load does with each target of the wheel's models in this environment: it opens,
     cannot open, or that is unknown until it is opened. It runs no code of the wheel, and opens no session.
-    Several --devices make a table of targets and machines. The exit code is 1 if no target of some model can
-    be opened on one of the machines, and 2 if a file describes no machine.
+    Name those of companions too. Several --devices make a table of targets and machines. The exit code is
+    1 if no target of some model can be opened on one of the machines, and 2 if a file describes no machine.
 
     With --library it lists the devices of any plugin EP, compiles a small model on each, says whether that
     becomes an EP context, and prints the targets for pyproject.toml. The exit code is 1 if none does.
     """
-    if library is not None and (as_json or wheel):
+    if library is not None and (as_json or wheels):
         raise click.UsageError("--library takes neither a wheel nor --json.")
     if pairs and library is None:
         raise click.UsageError("--option needs --library.")
-    if files and wheel is None:
+    if files and not wheels:
         raise click.UsageError("--devices needs a wheel.")
-    if wheel is not None:
-        ctx.exit(_show_wheel(wheel, files, as_json))
+    if wheels:
+        ctx.exit(_show_wheels(wheels, files, as_json))
     if library is not None:
         ctx.exit(_show_library(library, _read_options(pairs)))
     runtime, states = examine()
@@ -155,14 +155,14 @@ def _show_library(library: str, options: Mapping[str, str]) -> int:
     return 0
 
 
-def _show_wheel(path: Path, files: tuple[Path, ...], as_json: bool) -> int:
-    """Print what becomes of the targets of the wheel at ``path``; the exit code."""
-    wheel = read_wheel(path)
+def _show_wheels(paths: tuple[Path, ...], files: tuple[Path, ...], as_json: bool) -> int:
+    """Print what becomes of the targets of the wheels at ``paths``; the exit code."""
+    wheels = [read_wheel(path) for path in paths]
     stems = Counter(file.stem for file in files)
     names = [file.stem if stems[file.stem] == 1 else str(file) for file in files]
     machines = dict(zip(names, map(read_machine, files), strict=True))
-    machines = machines or {"this machine": this_machine(wheel)}
-    expected = {name: expect(wheel, machine) for name, machine in machines.items()}
+    machines = machines or {"this machine": this_machine(wheels)}
+    expected = {name: expect(wheels, machine) for name, machine in machines.items()}
     rows = [_Row(e.package, e.model, e.target) for e in next(iter(expected.values()))]
     cells = {name: dict(zip(rows, answers, strict=True)) for name, answers in expected.items()}
     if as_json:
@@ -176,7 +176,9 @@ def _show_wheel(path: Path, files: tuple[Path, ...], as_json: bool) -> int:
             }
             for row in rows
         ]
-        click.echo(json.dumps({"wheel": path.name, "targets": targets}, indent=2))
+        click.echo(
+            json.dumps({"wheels": [path.name for path in paths], "targets": targets}, indent=2)
+        )
     else:
         _show_table(machines, rows, cells)
     failed = {name: models for name, e in expected.items() if (models := opens_nothing(e))}

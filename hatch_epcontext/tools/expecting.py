@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -22,7 +22,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from hatch_epcontext.errors import InspectionError, Kind, Problem
 from hatch_epcontext.package.manifest import ModelPackage, Variant
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata
-from hatch_epcontext.providers import PROVIDERS, Plugin
+from hatch_epcontext.providers import PROVIDERS, Plugin, find
 from hatch_epcontext.serialize import from_plain, to_plain
 from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, Device
 from hatch_epcontext.text import listing
@@ -85,10 +85,29 @@ def read_wheel(path: Path) -> Wheel:
     return Wheel(path, inspection.packages, tags, python)
 
 
-def this_machine(wheel: Wheel) -> Machine:
-    """This machine, whose EPs were asked about the contexts of ``wheel``."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a variant is: the wheel, the folder of the package in it, and the component."""
+
+    wheel: Wheel
+    folder: str
+    component: str
+    target: str
+
+    @property
+    def package(self) -> ModelPackage:
+        return self.wheel.packages[self.folder]
+
+    @property
+    def variant(self) -> Variant:
+        return self.package.components[self.component].variants[self.target]
+
+
+def this_machine(wheels: Iterable[Wheel]) -> Machine:
+    """This machine, whose EPs were asked about the contexts of ``wheels``."""
     asked: dict[str, list[str]] = {}
-    components = (c for package in wheel.packages.values() for c in package.components.values())
+    packages = (package for wheel in wheels for package in wheel.packages.values())
+    components = (component for package in packages for component in package.components.values())
     for variant in itertools.chain.from_iterable(c.variants.values() for c in components):
         if (about := variant.about) and about.compares and variant.compatibility_string:
             for name in (name for name, known in PROVIDERS.items() if known.ep == variant.ep):
@@ -97,53 +116,66 @@ def this_machine(wheel: Wheel) -> Machine:
     return describe_machine(*examine(strings))
 
 
-def expect(wheel: Wheel, machine: Machine) -> list[Expectation]:
-    """What ``load`` does with each target of ``wheel`` there, if none before it is opened.
+def expect(wheels: Sequence[Wheel], machine: Machine) -> list[Expectation]:
+    """What ``load`` does with each target of ``wheels`` there, if none before it is opened.
 
-    It has no arguments, and the app registers no EP's library itself.
+    It has no arguments, and the app registers no EP's library itself. A companion among the wheels counts for
+    the app whose wheel names it.
     """
-    refusal = _refused_by_pip(wheel, machine)
+    packages = {folder: package for wheel in wheels for folder, package in wheel.packages.items()}
+    companions = {name for package in packages.values() for name in package.about.companions}
     expectations = []
-    for folder, package in wheel.packages.items():
-        for (model, target), (component, variant) in _firsts(package).items():
-            answer: _Result
-            if refusal:
-                answer = "cannot", refusal
-            elif isinstance(variant, str):
-                answer = "unknown", f"it is in the wheel of {variant}"
-            elif machine.runtime is None:
-                answer = "unknown", "nothing is known of an ONNX Runtime there"
-            elif variant.ep != CPU_EP:
-                answer = _expect_device(variant, machine, machine.runtime)
-            else:
-                # In the build the source ran beside what was compiled of it.
-                of_model = tuple(package.components[component].variants.values())
-                built = of_model if target == SOURCE else (variant,)
-                doubt = (
-                    _doubt_wheel(wheel, machine)
-                    or _doubt_build(built, machine.runtime)
-                    or _doubt_files(wheel, folder, variant)
-                )
-                answer = ("unknown", doubt) if doubt else ("opens", f"{CPU_EP} on cpu")
-            expectations.append(Expectation(folder, model, target, *answer))
+    for wheel in wheels:
+        for folder in (folder for folder in wheel.packages if folder not in companions):
+            for (model, target), component in _firsts(wheel.packages[folder]).items():
+                place = _Place(wheel, folder, component, target)
+                answer = _in_wheel(place, wheels, machine)
+                expectations.append(Expectation(folder, model, target, *answer))
     return expectations
 
 
-def _firsts(package: ModelPackage) -> dict[tuple[str, str], tuple[str, Variant | str]]:
-    """For each model and target the component and the variant that ``load`` opens without ``shapes``.
-
-    Instead of a variant in a companion, what installs that.
-    """
-    firsts: dict[tuple[str, str], tuple[str, Variant | str]] = {}
+def _firsts(package: ModelPackage) -> dict[tuple[str, str], str]:
+    """For each model and target the component that ``load`` opens without ``shapes``."""
+    firsts: dict[tuple[str, str], str] = {}
     for name, component in package.components.items():
         modules, own = component.about.modules, component.variants
         for target in dict.fromkeys((*modules, *own)):
-            if module := modules.get(target):
-                companion = package.about.companions.get(module, module)
-                firsts.setdefault((component.about.model, target), (name, companion))
-            elif target in own:
-                firsts.setdefault((component.about.model, target), (name, own[target]))
+            if modules.get(target) or target in own:
+                firsts.setdefault((component.about.model, target), name)
     return firsts
+
+
+def _in_wheel(place: _Place, wheels: Iterable[Wheel], machine: Machine) -> _Result:
+    """As `_find_variant` of the loader: what is at this place, or in a companion."""
+    if refusal := _refused_by_pip(place.wheel, machine):
+        return "cannot", refusal
+    about = place.package.components[place.component].about
+    if not (module := about.modules.get(place.target)):
+        return _at(place, machine)
+    install = place.package.about.companions.get(module, module)
+    companion = next((wheel for wheel in wheels if module in wheel.packages), None)
+    if companion is None:
+        return "unknown", f"it is in the wheel of {install}"
+    if refusal := _refused_by_pip(companion, machine):
+        return "cannot", refusal
+    components = companion.packages[module].components
+    same = components.get(place.component)
+    if same is None or same.about.identity != about.identity or place.target not in same.variants:
+        return "cannot", f"{companion.path.name} is for another version of this model"
+    return _at(_Place(companion, module, place.component, place.target), machine)
+
+
+def _at(place: _Place, machine: Machine) -> _Result:
+    if machine.runtime is None:
+        return "unknown", "nothing is known of an ONNX Runtime there"
+    if place.variant.ep != CPU_EP:
+        return _expect_device(place.variant, machine, machine.runtime)
+    # In the build the source ran beside what was compiled of it.
+    of_model = tuple(place.package.components[place.component].variants.values())
+    built = of_model if place.target == SOURCE else (place.variant,)
+    doubt = _doubt_wheel(place.wheel, machine) or _doubt_build(built, machine.runtime)
+    doubt = doubt or _doubt_files(place)
+    return ("unknown", doubt) if doubt else ("opens", f"{CPU_EP} on cpu")
 
 
 def _refused_by_pip(wheel: Wheel, machine: Machine) -> str:
@@ -214,7 +246,10 @@ def _expect_on(state: ProviderState, variant: Variant, facts: _Facts) -> _Result
     if facts.compares and compatibility in fitting[0].refused:
         return "cannot", f"{ep} there says that it cannot run {compatibility[:40]}"
     best = f"{fitting[0].kind} ({fitting[0].vendor or 'unknown'})"
-    return "unknown", f"{ep} finds {best}; only opening it shows whether it fits"
+    known = find(ep)
+    chip = known.describe(known.compiled_for(compatibility)) if known else ""
+    fits = f"runs what is for {chip}" if chip else "fits"
+    return "unknown", f"{ep} finds {best}; only opening it shows whether it {fits}"
 
 
 def _doubt_wheel(wheel: Wheel, machine: Machine) -> str:
@@ -235,7 +270,8 @@ def _doubt_build(built: Iterable[Variant], runtime: Runtime) -> str:
     ran = [about for about in every if about and about.validation.status is ValidationStatus.RAN]
     if not ran:
         return "the build did not open it"
-    plugins = {about.plugin.package for about in ran if about.plugin}
+    # A library that the project names is called by its import package.
+    plugins = {about.plugin.package.replace("_", "-") for about in ran if about.plugin}
     for about in ran:
         for name, version in about.compiled_with.items():
             is_runtime = name.startswith("onnxruntime") and name not in plugins
@@ -244,8 +280,8 @@ def _doubt_build(built: Iterable[Variant], runtime: Runtime) -> str:
     return ""
 
 
-def _doubt_files(wheel: Wheel, folder: str, variant: Variant) -> str:
-    package = wheel.packages[folder]
+def _doubt_files(place: _Place) -> str:
+    package, variant = place.package, place.variant
     if package.layout != "portable":
         return "the models of an editable install are elsewhere"
     if variant.about and variant.about.settings.optimization == "all":
@@ -255,7 +291,7 @@ def _doubt_files(wheel: Wheel, folder: str, variant: Variant) -> str:
     for name, recorded in package.files.items():
         if not name.startswith(own) or name.startswith(f"{own}{PREPARED}/") or name in others:
             continue
-        if _sha256(wheel.path, str(PurePosixPath(folder, name))) != recorded.sha256:
+        if _sha256(place.wheel.path, str(PurePosixPath(place.folder, name))) != recorded.sha256:
             return f"{name} differs from its record in the manifest"
     return ""
 

@@ -7,11 +7,15 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Cli, build_wheel, problems
+from tests.cli.conftest import Cli, build_wheel, problems, zeroed
+from tests.loader.shipped import import_copy
+from tests.loader.test_check import compare
+from tests.models import save
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_a_fleet_is_a_table(cli: Cli, wheel: Path, board: Path) -> None:
     assert "a for one: opens on board, CPUExecutionProvider on cpu\n" in printed
     assert "a for one: unknown on old, nothing is known of an ONNX Runtime there\n" in printed
     table = json.loads(cli("doctor", wheel, *files, "--json").stdout)
-    assert (table["wheel"], len(table["targets"])) == (wheel.name, 4)
+    assert (table["wheels"], len(table["targets"])) == ([wheel.name], 4)
     first = table["targets"][0]
     assert (first["package"], first["model"], first["target"]) == ("my_app/epcontext", "a", "one")
     answers = {name: cell["answer"] for name, cell in first["machines"].items()}
@@ -133,6 +137,59 @@ def test_files_of_powershell_are_read(cli: Cli, wheel: Path, board: Path) -> Non
 def test_a_wheel_without_models_is_an_error(cli: Cli, tmp_path: Path) -> None:
     for name in ("none-1.0-py3-none-any.whl", "pyproject.toml"):
         assert problems(cli("doctor", tmp_path / name, code=1)) == [f"{tmp_path / name}: EPC505"]
+
+
+COMPANIONS = """
+[project.optional-dependencies]
+cpu = ["my-app-cpu==1.0"]
+npu = ["my-app-npu==1.0"]
+[tool.epcontext]
+models = ["models/a.onnx"]
+fallback = { companion = "my-app-cpu" }
+targets.npu = { provider = "cpu", companion = "my-app-npu" }
+targets.two = { provider = "cpu", companion = "my-app-cpu" }
+targets.one = { provider = "cpu" }
+"""
+
+
+def test_companions_count_for_the_app(
+    cli: Cli, app_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (app_project / "pyproject.toml").write_text(COMPANIONS, encoding="utf-8")
+    app = build_wheel(app_project)
+    cli("companions", app_project, "-o", tmp_path)
+    cpu, npu = tmp_path.glob("my_app_cpu-*.whl"), tmp_path.glob("my_app_npu-*.whl")
+    wheels = [app, *cpu, *npu]
+    assert len(wheels) == 3
+    alone = cli("doctor", app).stdout
+    assert "a for npu: unknown, it is in the wheel of my-app[npu]\n" in alone
+    table = json.loads(cli("doctor", *wheels, "--json").stdout)["targets"]
+    assert [(row["package"], row["target"]) for row in table] == [
+        ("my_app/epcontext", target) for target in ("npu", "two", "one", "source")
+    ]
+    answers = {row["target"]: row["machines"]["this machine"]["answer"] for row in table}
+    assert set(answers.values()) == {"opens"}
+    # As the loader says where they are installed.
+    for wheel in wheels:
+        shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.setitem(sys.modules, "shipped", ModuleType("shipped"))
+    module = import_copy(tmp_path / "installed" / "my_app" / "epcontext" / "__init__.py")
+    assert compare(module) == ["opens"] * 4
+    narrow = wheels[2].rename(tmp_path / "my_app_npu-1.0-py3-none-win_arm64.whl")
+    printed = cli("doctor", app, wheels[1], narrow).stdout
+    assert "a for npu: cannot, the wheel is for win_arm64\n" in printed
+    assert "a for two: opens, " in printed
+
+
+def test_a_companion_of_another_model_cannot(cli: Cli, app_project: Path, tmp_path: Path) -> None:
+    (app_project / "pyproject.toml").write_text(COMPANIONS, encoding="utf-8")
+    app = build_wheel(app_project)
+    save(zeroed(), app_project / "models" / "a.onnx")
+    cli("companions", app_project, "-o", tmp_path)
+    (npu,) = tmp_path.glob("my_app_npu-*.whl")
+    printed = cli("doctor", app, npu).stdout
+    assert f"a for npu: cannot, {npu.name} is for another version of this model\n" in printed
 
 
 def test_flags_that_exclude_each_other(cli: Cli, wheel: Path, board: Path) -> None:

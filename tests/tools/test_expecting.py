@@ -100,7 +100,7 @@ class Release:
     def answers(self, machine: Machine) -> list[str]:
         """The expected answers, of which none contradicts `check` and `load`."""
         self.write()
-        expectations = expect(read_wheel(self.wheel), machine)
+        expectations = expect([read_wheel(self.wheel)], machine)
         app = import_copy(self.package / "__init__.py")
         checked = compare(app)
         answers = [expectation.answer for expectation in expectations]
@@ -229,7 +229,7 @@ def test_the_ep_is_asked_whether_it_can_run_a_context(release: Release) -> None:
     release.add("new", "OpenVINOExecutionProvider", "cpu", **ours)
     release.variants["new"]["compatibility_string"] = "of another version"
     release.write()
-    machine = this_machine(read_wheel(release.wheel))
+    machine = this_machine([read_wheel(release.wheel)])
     if not any(s.devices for s in machine.providers if s.provider == "openvino"):
         pytest.skip("OpenVINO offers no CPU device on this processor")
     assert release.answers(machine) == ["cannot/cannot", *BOTH.split()]
@@ -253,7 +253,7 @@ def test_a_companion_has_a_wheel_of_its_own(release: Release, here: Machine) -> 
     ours = release.manifest["additional_metadata"][METADATA]
     ours["companions"] = {"no_such_companion": "my-app[npu]"}
     assert release.answers(here) == ["unknown/cannot", *BOTH.split()]
-    (npu, *_) = expect(read_wheel(release.wheel), here)
+    (npu, *_) = expect([read_wheel(release.wheel)], here)
     assert (npu.target, npu.reason) == ("npu", "it is in the wheel of my-app[npu]")
 
 
@@ -276,7 +276,7 @@ def test_what_is_not_known_is_unknown(release: Release, here: Machine) -> None:
     release.write()
     wheel = read_wheel(release.wheel)
     answers = {
-        name: {e.target: e.answer for e in expect(wheel, machine)}
+        name: {e.target: e.answer for e in expect([wheel], machine)}
         for name, machine in lacking(here)
     }
     assert set(answers["runtime"].values()) == {"unknown"}
@@ -304,7 +304,7 @@ def test_what_pip_refuses_cannot_open(
 ) -> None:
     release.wheel = release.wheel.with_name(f"my_app-1.0-{tag}.whl")
     release.write()
-    expectations = expect(read_wheel(release.wheel), replace(here, **facts))
+    expectations = expect([read_wheel(release.wheel)], replace(here, **facts))
     assert {expectation.answer for expectation in expectations} == {answer}
 
 
