@@ -14,6 +14,7 @@ from hatch_epcontext.files import read_regular
 from hatch_epcontext.jobs.artifact import Built, Result
 from hatch_epcontext.jobs.boards import (
     FORMAT,
+    MAX_TEXT,
     BoardEntry,
     BoardReport,
     BoardRun,
@@ -30,9 +31,6 @@ _MAX_SIZE = 16 * 2**20
 
 _MAX_REPORTS = 1000
 """The most reports of a project."""
-
-_MAX_TEXT = 500
-"""The most characters of a text in a report: they become a part of messages and of the manifest."""
 
 _MAX_NUMBER = 1e9
 """No time in seconds, ratio in decibels or number of runs is larger."""
@@ -59,7 +57,7 @@ def read_reports(config: Config) -> Reports:
             reports[name] = _read(file)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else printable(str(error))
-            message = f"it is not used: {reason}."[: 2 * _MAX_TEXT]
+            message = f"it is not used: {reason}."[: 2 * MAX_TEXT]
             hint = "Write it again with epcontext validate --report, or remove it."
             problems.append(Problem(Kind.INVALID_REPORT, name, message, hint))
     ConfigError.check([*problems, *_conflicts(reports)])
@@ -84,7 +82,7 @@ def _parse(raw: bytes) -> BoardReport:
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']!r}, and this version reads {FORMAT}")
     for text in _texts(content):
-        if len(text) > _MAX_TEXT or text != printable(text):
+        if len(text) > MAX_TEXT or text != printable(text):
             raise ValueError(f"it has a text that no report has: {printable(text)[:40]!r}")
     report = from_plain(content, BoardReport)
     for run in (entry.run for entry in report.entries if entry.run):

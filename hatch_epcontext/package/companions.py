@@ -357,9 +357,9 @@ def _content(wheel: Path, companion: Companion) -> str | None:
     components = to_plain(package.components)
     for component in components.values():
         for variant in component["variants"].values():
-            # What a build says of itself, and no app reads.
+            # What builds and boards say, and no app reads.
             about = variant["additional_metadata"][METADATA]
-            for name in ("compiled_with", "coverage", "preparation", "validation"):
+            for name in ("boards", "compiled_with", "coverage", "preparation", "validation"):
                 about.pop(name, None)
     files = {name: record for name, record in package.files.items() if "/" in name}
     return value_sha256([files, components])

@@ -57,6 +57,7 @@ class WebGpu(Provider):
     open_shapes_on = ("gpu",)
     tolerance = Tolerance(snr=30, cosine=0.999)
     needs = "a GPU with a driver for Vulkan (on Linux with libvulkan.so.1), Direct3D 12 or Metal"
+    device_query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     verified = "Optimized, loaded and run. Without a GPU the CPU runs the graph."
     hardware = "Verified on an NVIDIA H200, with Linux and Vulkan."
     requirements = ("onnxruntime-ep-webgpu>=0.4",)

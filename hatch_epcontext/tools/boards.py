@@ -24,7 +24,14 @@ from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import InspectionError, Kind, Problem, UnavailableError
 from hatch_epcontext.files import is_inside, is_regular, temp_dir
 from hatch_epcontext.jobs.artifact import GENERATOR, Source
-from hatch_epcontext.jobs.boards import FORMAT, BoardEntry, BoardReport, BoardRun, verdict_of
+from hatch_epcontext.jobs.boards import (
+    FORMAT,
+    BoardEntry,
+    BoardReport,
+    BoardRun,
+    as_text,
+    verdict_of,
+)
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.sources import cut_models, read_sources
 from hatch_epcontext.package.manifest import FILE
@@ -100,11 +107,13 @@ class BoardDevice:
         kind = self.device.kind
         name, driver = facts.get(provider.name_fact, ""), facts.get(provider.driver_fact, "")
         driver = driver or _windows_driver(kind, name)
-        if kind == "gpu" and (listed := _query(provider.device_query)):
+        listed = _query(provider.device_query) if kind == "gpu" else None
+        # The EP may use a GPU of another vendor.
+        if listed and listed[0].casefold().startswith(self.device.vendor.casefold()):
             name, driver = name or listed[0], driver or listed[1]
         if kind == "cpu":
             name = name or chip_name() or ""
-        return name or compiled_for or f"{provider.ep} on {kind}", driver
+        return as_text(name or compiled_for or f"{provider.ep} on {kind}"), as_text(driver)
 
 
 class Board:

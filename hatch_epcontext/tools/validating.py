@@ -35,7 +35,7 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import FileRecord, link_or_copy, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.boards import BoardEntry, BoardRun
+from hatch_epcontext.jobs.boards import BoardEntry, BoardRun, as_text
 from hatch_epcontext.jobs.job import reason_not_to_run
 from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
@@ -445,8 +445,10 @@ def validate_package(
                 own = replace(own, path=source.path, validate=table)
             location = reporting.package if reporting else path
             for target in component.variants:
+                if reporting and target == SOURCE:
+                    continue
                 result = _validated(package, path, (name, target), own, on, f"{location}: ")
-                if reporting and target != SOURCE:
+                if reporting:
                     entry = _entry(package, result, reporting.sources.get(name))
                     result = replace(result, entry=entry)
                 yield result
@@ -514,7 +516,7 @@ def _entry(package: ModelPackage, result: ValidatedVariant, source: Source | Non
         _files_in(package, variant),
         result.run,
         source.records if source else compared_with,
-        reason or "",
+        as_text(reason or ""),
     )
 
 

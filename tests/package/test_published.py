@@ -7,13 +7,17 @@ import http.server
 import re
 import shutil
 import threading
+import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from click.testing import CliRunner
 from packaging.requirements import Requirement
 
+from hatch_epcontext.cli.app import app
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, DownloadError, Key, RequirementError
@@ -147,10 +151,16 @@ def test_companions_with_the_same_models_are_found_in_a_folder_and_an_index(
     page.mkdir()
     shutil.copy(old / first.name, page)
     (page / "index.html").write_text(f'<a href="{quote(first.name)}?a=/b#sha256=0">x</a>')
-    # Other bytes, and the same models.
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700003600")
+    # Other bytes, and the same models: a board has validated them.
+    tables = TOML.replace("[targets", "[tool.epcontext.targets")
+    (tmp_path / "pyproject.toml").write_text(f"[tool.epcontext]{tables}", encoding="utf-8")
+    report = str(tmp_path / "report.json")
+    command = ["validate", "--package", str(old / first.name), "--sdist", str(tmp_path)]
+    assert CliRunner().invoke(app, [*command, "--report", report]).exit_code == 0
+    config = replace(config, validated_on=tmp_path / "report.json")
     again, newer = build(config, "3"), build(config, "4")
     assert again[0].read_bytes() != content
+    assert b'"boards": [\n' in zipfile.ZipFile(again[0]).read("my_app_models_cpu/manifest.json")
     for place in (str(old), published, f"{published}/"):
         assert [published_version(*made, place) for made in (again, newer)] == ["3", "3"]
     save(network(2), tmp_path / "models" / "a.onnx")

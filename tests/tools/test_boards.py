@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,9 @@ def test_the_drivers_own_command_names_a_gpu(
 ) -> None:
     command = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    known = BoardDevice(device("cuda", "gpu"))
+    known, other = (
+        BoardDevice(replace(device("cuda", "gpu"), vendor=vendor)) for vendor in ("Nvidia", "Intel")
+    )
     without = known.run(target("cuda"), "", AGREES, None)
     assert (without.chip, without.driver) == ("CUDAExecutionProvider on gpu", "")
     for script, chip, driver in (
@@ -78,6 +81,7 @@ def test_the_drivers_own_command_names_a_gpu(
         command.chmod(0o755)
         run = known.run(target("cuda"), "", AGREES, None)
         assert (run.chip, run.driver) == (chip, driver)
+        assert other.run(target("cuda"), "", AGREES, None).driver == ""
 
 
 @pytest.mark.parametrize(
