@@ -50,7 +50,7 @@ Examples:
 @click.option(
     "--package",
     metavar="P",
-    help="Instead of PATH: a wheel, its folder where it is installed, or the name of its import package.",
+    help="Instead of PATH: a wheel, or one that is installed: its folder, or the name of its package.",
 )
 @click.option(
     "--report",
@@ -79,9 +79,9 @@ def command(
 ) -> None:
     """Validate a context model or a model package.
 
-    PATH is a context model, or the folder of a model package that epcontext wrote. It is valid if its files
-    are complete, and a copy in another folder opens without compiling and runs. With --source its outputs
-    must agree with the source's on the CPU. An optimized graph needs --provider.
+    PATH is a context model, or a wheel or the folder of a model package that epcontext wrote. It is valid if
+    its files are complete, and a copy in another folder opens without compiling and runs. With --source its
+    outputs must agree with the source's on the CPU. An optimized graph needs --provider.
 
     The variants of a package have their own options, and are compared with its source model, or else its
     first variant for the CPU. What this machine cannot run is an error, unless --set validate=auto accepts

@@ -25,6 +25,13 @@ Verdict = Literal["agrees", "sensitive", "differs", "inconclusive", "not-compare
 """What a report says of a target that was run."""
 
 
+_IN_WORDS: Mapping[Verdict, str] = {
+    "sensitive": "agrees, but is SENSITIVE,",
+    "inconclusive": "ran, INCONCLUSIVE,",
+    "not-compared": "ran, NOT compared,",
+}
+
+
 @dataclass(frozen=True)
 class BoardRun:
     """A run of a target on a machine that has its device.
@@ -105,9 +112,11 @@ def describe_run(run: BoardRun) -> str:
     """The run in a few words: ``"agrees on Snapdragon X Elite (driver 1.2), 2.1 ms"``."""
     where = f"the simulator of {run.chip}" if run.simulated else run.chip
     driver = f" (driver {run.driver})" if run.driver else ""
-    verdict = "agrees, but is SENSITIVE," if run.verdict == "sensitive" else run.verdict
-    latency = "" if run.latency is None else f", {1000 * run.latency:.3g} ms"
-    return f"{verdict} on {where}{driver}{latency}"
+    latency = ""
+    if run.latency is not None:
+        is_long = run.latency >= 1
+        latency = f", {run.latency:.2f} s" if is_long else f", {1000 * run.latency:.3g} ms"
+    return f"{_IN_WORDS.get(run.verdict, run.verdict)} on {where}{driver}{latency}"
 
 
 def report_files(reports: Path | None) -> list[Path]:

@@ -177,7 +177,8 @@ def test_an_installed_wheel_is_found_by_its_import_package(
         cli("validate", "--package", name, "--report", report)
     files = [entries(report)["cpu"]["files"] for report in reports]
     assert files[0] == files[1] == files[2]
-    assert "agrees on" in cli("validate", "--package", "my_app").stdout
+    assert "agrees on" in (printed := cli("validate", "--package", "my_app").stdout)
+    assert cli("validate", wheel).stdout == printed
 
 
 @needs_qnn

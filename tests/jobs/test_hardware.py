@@ -221,3 +221,5 @@ def test_a_run_in_words() -> None:
     assert describe_run(sensitive) == (
         "agrees, but is SENSITIVE, on Snapdragon X Elite (driver 1.2), 0.0123 ms"
     )
+    slow = replace(RUN, verdict="not-compared", latency=1.234)
+    assert describe_run(slow) == "ran, NOT compared, on Snapdragon X Elite (driver 1.2), 1.23 s"

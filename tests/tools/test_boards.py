@@ -6,14 +6,24 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hatch_epcontext.config.settings import CompileSettings, Target
-from hatch_epcontext.providers import PROVIDERS
-from hatch_epcontext.tools.boards import BoardDevice
+from hatch_epcontext.errors import UnavailableError
+from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.providers import PROVIDERS, Plugin
+from hatch_epcontext.tools.boards import Board, BoardDevice
 from hatch_epcontext.tools.environment import chip_name
-from hatch_epcontext.worker.requests import EpDevice, TimeOpeningReply
+from hatch_epcontext.worker.requests import (
+    Devices,
+    DevicesReply,
+    EpDevice,
+    LibraryRequest,
+    Runtime,
+    TimeOpeningReply,
+)
 from hatch_epcontext.worker.results import (
     Agreement,
     AgreementStatus,
@@ -29,7 +39,7 @@ X_ELITE = "v2:6:2.51.0:5.51.0:73:60:0:0"
 def target(provider: str) -> Target:
     known = PROVIDERS[provider]
     settings = CompileSettings(provider=provider, ep=known.ep, device=known.devices[0])
-    return Target("npu", settings)
+    return Target("npu", settings, known.plugin)
 
 
 def device(provider: str, kind: str, **facts: str) -> EpDevice:
@@ -82,6 +92,51 @@ def test_the_drivers_own_command_names_a_gpu(
         run = known.run(target("cuda"), "", AGREES, None)
         assert (run.chip, run.driver) == (chip, driver)
         assert other.run(target("cuda"), "", AGREES, None).driver == ""
+
+
+class Described(Workers):
+    """Workers that find these devices."""
+
+    def __init__(self, *devices: EpDevice, reason: str | None = None) -> None:
+        super().__init__(1.0)
+        self._reply = Devices(devices, reason)
+
+    def call(self, request: Any, folder: Path, *, location: str, step: str | None = None) -> Any:
+        if isinstance(request, LibraryRequest):
+            return {"Any": self._reply}
+        runtime = Runtime("1.32.0", (), True)
+        return DevicesReply(runtime, dict.fromkeys(request.providers, self._reply))
+
+
+def test_the_device_itself_comes_before_a_simulator() -> None:
+    npu, cpu = device("qnn", "npu"), device("qnn", "cpu")
+    for any_device in (False, True):
+        assert Board(Described(cpu, npu), any_device=any_device).device(target("qnn")) == (
+            BoardDevice(npu)
+        )
+    assert Board(Described(cpu), any_device=True).device(target("qnn")) == BoardDevice(cpu, True)
+    with pytest.raises(UnavailableError, match="--device any"):
+        Board(Described(cpu), any_device=False).device(target("qnn"))
+
+
+@pytest.mark.parametrize("any_device", [False, True])
+def test_a_machine_without_the_device_says_why(any_device: bool) -> None:
+    board = Board(Described(reason="No driver."), any_device=any_device)
+    with pytest.raises(UnavailableError, match="No driver"):
+        board.device(target("qnn"))
+    # OpenVINO has no simulator: its CPU is no NPU.
+    board = Board(Described(device("openvino", "cpu")), any_device=any_device)
+    npu = replace(target("openvino").settings, device="npu")
+    with pytest.raises(UnavailableError, match="finds no device that is npu"):
+        board.device(replace(target("openvino"), settings=npu))
+
+
+def test_the_devices_of_an_unknown_library_are_those_of_its_ep() -> None:
+    plugin = Plugin("any_ep", "any-ep", "Any")
+    settings = CompileSettings(provider="plugin", ep="AnyEp", device="any")
+    other, own = EpDevice("OtherEp", "npu", ""), EpDevice("AnyEp", "npu", "")
+    board = Board(Described(other, own), any_device=False)
+    assert board.device(Target("any", settings, plugin)) == BoardDevice(own)
 
 
 @pytest.mark.parametrize(
