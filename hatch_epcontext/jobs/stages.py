@@ -54,13 +54,16 @@ def _verdict(search: Search, attempt: Attempt) -> Verdict:
 class _Form:
     """The attempts of one form of a job, quantized or dequantized, by the phases of the stages.
 
-    ``is_spent``: whether a result which may be shipped is good enough.
+    ``earlier``: the attempts of the other form before it. ``is_spent``: whether a result which may be shipped
+    is good enough.
     """
 
     search: Search
     provider: Provider
-    attempts: Mapping[str, list[Attempt]]
+    earlier: tuple[Attempt, ...]
+    dequantize: bool
     is_spent: bool
+    attempts: Mapping[str, list[Attempt]]
 
     def verdict(self, attempt: Attempt) -> Verdict:
         """The verdict on ``attempt``; raises _UnvalidatedError if there is none yet."""
@@ -69,6 +72,11 @@ class _Form:
     def all(self, *phases: str) -> list[Attempt]:
         """The attempts of these ``phases``, in order."""
         return [attempt for phase in phases for attempt in self.attempts[phase]]
+
+    @property
+    def tried(self) -> tuple[Attempt, ...]:
+        """Those of all phases, after the ``earlier`` ones."""
+        return (*self.earlier, *self.all(*self.attempts))
 
     def enough(self, *phases: str) -> list[Attempt]:
         """Those of ``phases`` that may win, in order."""
@@ -350,9 +358,10 @@ def _to_beat(search: Search, attempt: Attempt) -> Nearness | None:
 def _next(search: Search, *, is_spent: bool) -> Try | Won | Lost:
     if (winner := search.winner) and not _verdict(search, winner).differs:
         return Won(winner)
-    attempts: tuple[Attempt, ...] = ()
+    provider, attempts = PROVIDERS[search.settings.provider], tuple[Attempt, ...]()
     for dequantize in (False, True) if search.is_dynamic else (False,):
-        outcome = _next_in_form(search, attempts, dequantize=dequantize, is_spent=is_spent)
+        phases: dict[str, list[Attempt]] = {stage.phase: [] for stage in STAGES}
+        outcome = _next_in_form(_Form(search, provider, attempts, dequantize, is_spent, phases))
         if not isinstance(outcome, Lost):
             return outcome
         attempts = outcome.attempts
@@ -381,28 +390,30 @@ def _best(search: Search, attempts: Iterable[Attempt]) -> Attempt | None:
     return best
 
 
-def _next_in_form(
-    search: Search, earlier: tuple[Attempt, ...], *, dequantize: bool, is_spent: bool
-) -> Try | Won | Lost:
-    """What follows for a form of the job after the ``earlier`` attempts for others."""
-    provider = PROVIDERS[search.settings.provider]
-    form = _Form(search, provider, {stage.phase: [] for stage in STAGES}, is_spent)
-    attempts = [*earlier]
+def _next_in_form(form: _Form) -> Try | Won | Lost:
+    """What follows for ``form``: what its stages ask for, one after the other."""
     for stage in STAGES:
-        own: list[Attempt] = []
-        while len(own) < stage.rounds and (stage.applies is None or stage.applies(form)):
-            proposed = stage.propose(form, own)
-            recipe = proposed and replace(proposed, dequantize=dequantize)
-            if recipe is None or any(attempt.recipe == recipe for attempt in attempts):
-                break
-            if (attempt := search.attempt_with(recipe)) is None:
-                return Try(recipe)
-            for group in (own, form.attempts[stage.phase], attempts):
-                group.append(attempt)
-            if attempt.is_whole and _verdict(search, attempt).agrees:
-                return Won(attempt)
+        if (outcome := _next_in_stage(form, stage)) is not None:
+            return outcome
         # ONNX Runtime optimizes any graph: there is nothing else to change.
-        is_done = attempts[-1].stopped_in == "prepare" or not provider.has_coverage
+        is_done = form.tried[-1].stopped_in == "prepare" or not form.provider.has_coverage
         if stage.phase == "prepare" and is_done:
             break
-    return Lost(tuple(attempts))
+    return Lost(form.tried)
+
+
+def _next_in_stage(form: _Form, stage: Stage) -> Try | Won | None:
+    """What follows from ``stage``, whose attempts ``form`` gets; None if they are all made, and none wins."""
+    own: list[Attempt] = []
+    while len(own) < stage.rounds and (stage.applies is None or stage.applies(form)):
+        proposed = stage.propose(form, own)
+        recipe = proposed and replace(proposed, dequantize=form.dequantize)
+        if recipe is None or any(attempt.recipe == recipe for attempt in form.tried):
+            return None
+        if (attempt := form.search.attempt_with(recipe)) is None:
+            return Try(recipe)
+        own.append(attempt)
+        form.attempts[stage.phase].append(attempt)
+        if attempt.is_whole and form.verdict(attempt).agrees:
+            return Won(attempt)
+    return None
