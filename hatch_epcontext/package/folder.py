@@ -36,6 +36,7 @@ from hatch_epcontext.package.manifest import (
     FILE,
     ModelPackage,
     PackageMetadata,
+    PlainMetadata,
     Variant,
     VariantMetadata,
 )
@@ -94,8 +95,10 @@ def _typed(package: ModelPackage) -> ModelPackage:
 
 def _variant(variant: Variant) -> Variant:
     about = variant.additional_metadata[METADATA]
-    if not (isinstance(about, dict) and about.get("product") == SOURCE):
-        about = from_plain(about, VariantMetadata)
+    is_plain = isinstance(about, dict) and about.get("product") == SOURCE
+    facts = from_plain(about, PlainMetadata if is_plain else VariantMetadata)
+    # It has more keys, which stay as they are.
+    about = about if is_plain else facts
     return dataclasses.replace(
         variant, executor_info={"ort": variant.ort}, additional_metadata={METADATA: about}
     )

@@ -29,7 +29,7 @@ from hatch_epcontext.jobs.artifact import GENERATOR, Built, Result, Source
 from hatch_epcontext.jobs.boards import BoardRun
 from hatch_epcontext.providers import Plugin, Product
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE
+from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, USER_CACHE, Device
 from hatch_epcontext.worker.results import Coverage, Preparation, Validation
 
 FILE = "manifest.json"
@@ -116,6 +116,23 @@ class VariantMetadata:
     boards: tuple[BoardRun, ...] = ()
 
 
+@dataclass(frozen=True)
+class PlainSettings:
+    """How an EP runs a model for which nothing was compiled."""
+
+    device: Device | None = None
+
+
+@dataclass(frozen=True)
+class PlainMetadata:
+    """A model as it is: the source, or a language model that a target's EP runs, maybe that of ``plugin``."""
+
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[TensorFacts, ...]
+    plugin: Plugin | None = None
+    settings: PlainSettings = PlainSettings()
+
+
 @dataclass(frozen=True, kw_only=True)
 class OrtInfo:
     """What ONNX Runtime needs to open a variant.
@@ -151,7 +168,7 @@ class Variant:
 
     @property
     def about(self) -> VariantMetadata | None:
-        """What only we know of a compiled model; None for the source, of which only the loader reads it."""
+        """What only we know of a compiled model; None for the source, which has `PlainMetadata`."""
         about = self.additional_metadata[METADATA]
         return about if isinstance(about, VariantMetadata) else None
 

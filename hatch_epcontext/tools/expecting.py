@@ -11,7 +11,7 @@ import itertools
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -20,10 +20,10 @@ from packaging.tags import Tag
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from hatch_epcontext.errors import InspectionError, Kind, Problem
-from hatch_epcontext.package.manifest import ModelPackage, Variant
+from hatch_epcontext.package.manifest import ModelPackage, PlainMetadata, Variant
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata
-from hatch_epcontext.providers import PROVIDERS, Plugin, find
-from hatch_epcontext.serialize import from_plain, to_plain
+from hatch_epcontext.providers import PROVIDERS, find
+from hatch_epcontext.serialize import from_plain
 from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, Device
 from hatch_epcontext.text import listing
 from hatch_epcontext.tools.environment import Machine, ProviderState, describe_machine, examine
@@ -193,27 +193,10 @@ def _python(machine: Machine) -> str:
     return release[0] if release else ""
 
 
-@dataclass(frozen=True)
-class _Settings:
-    device: Device | None = None
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What decides about devices, of a variant, or of a language model that an EP runs as it is."""
-
-    plugin: Plugin | None = None
-    settings: _Settings = field(default_factory=_Settings)
-    needs_device: bool = False
-    compares: bool = False
-
-
 def _expect_device(variant: Variant, machine: Machine, runtime: Runtime) -> _Result:
     """As `Opener.find_devices` and `_add_devices` of the loader, for any EP but the CPU's."""
-    try:
-        facts = from_plain(to_plain(variant.additional_metadata[METADATA]), _Facts)
-    except ValueError as error:
-        return "unknown", f"the manifest is not as this version writes it: {error}"
+    plain = variant.additional_metadata[METADATA]
+    facts = variant.about or from_plain(plain, PlainMetadata)
     if variant.ep in runtime.eps:
         return "unknown", f"only opening it shows what {variant.ep} does"
     if not runtime.lists_devices:
@@ -227,23 +210,23 @@ def _expect_device(variant: Variant, machine: Machine, runtime: Runtime) -> _Res
     state = next(states, None) if facts.plugin.module else None
     if state is None:
         return "unknown", f"nothing is known of the library of {variant.ep} there"
-    return _expect_on(state, variant, facts)
+    return _expect_on(state, variant, facts.settings.device or variant.device or "any")
 
 
-def _expect_on(state: ProviderState, variant: Variant, facts: _Facts) -> _Result:
-    """The same for an EP whose library is known there."""
-    ep, device = variant.ep, facts.settings.device or variant.device or "any"
+def _expect_on(state: ProviderState, variant: Variant, device: Device) -> _Result:
+    """The same for a kind of device of an EP whose library is known there."""
+    ep, about = variant.ep, variant.about
     reason = " ".join((state.reason or f"{ep} finds no device").split()).rstrip(".")
     if not state.devices or not state.is_all:
         return "cannot" if state.is_all else "unknown", reason
     fitting = [offered for offered in state.devices if offered.kind == device]
-    if device == "any" and not facts.needs_device:
+    if device == "any" and not (about and about.needs_device):
         fitting = fitting or [*state.devices]
     if not fitting:
         kinds = listing(sorted({offered.kind for offered in state.devices}))
         return "cannot", f"{ep} finds no {'device' if device == 'any' else device}, only {kinds}"
     compatibility = variant.compatibility_string or ""
-    if facts.compares and compatibility in fitting[0].refused:
+    if about and about.compares and compatibility in fitting[0].refused:
         return "cannot", f"{ep} there says that it cannot run {compatibility[:40]}"
     best = f"{fitting[0].kind} ({fitting[0].vendor or 'unknown'})"
     known = find(ep)
