@@ -111,8 +111,17 @@ def _open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
     except OSError as error:
         raise loader.SkipTargetError(f"{_NOTHING}: {error}") from None
     job = _plan(loader, opener, prepared, (folder, key, written), device)
-    what = f"{prepared.component} is compiled for {prepared.target} on this machine, once"
-    if reason := _compile(job, lambda: loader.log("warning", what)):
+    if opener.request.recompile == "background":
+        _compile_later(job)
+        raise loader.SkipTargetError("it is compiled in the background, for a later start")
+
+    def tell(text: str, level: str = "debug") -> None:
+        loader.log(level, text)
+        if opener.request.progress is not None:
+            # No EP gives a share to Python.
+            opener.request.progress(text, None)
+
+    if reason := _compile(job, tell):
         raise loader.LoadError(reason)
     try:
         return _open_kept(loader, opener, file)
@@ -254,39 +263,69 @@ def _remember(folder: Path, key: str, reason: str) -> None:
         (folder / f"{key}.json").write_text(json.dumps(record), encoding="utf-8")
 
 
-def _compile(job: Job, announce: Callable[[], object]) -> str:
+def _compile_later(job: Job) -> None:
+    """Compile in a process that outlives this one, unless one does it already."""
+    import sqlite3
+    import threading
+
+    try:
+        with _locked(Path(job.folder, f"{job.key}.lock")):
+            pass
+    except sqlite3.OperationalError:
+        return
+    process = _start("background", job, Path(job.folder))
+    # It closes the input, and waits for the end, or the process would become a zombie.
+    threading.Thread(target=process.communicate, daemon=True).start()
+
+
+def _compile(job: Job, tell: Callable[..., object], *, in_turn: bool = False) -> str:
     """Compile, and let the result appear as a whole. Returns why that failed, or an empty text.
 
-    Of several processes one compiles, and the others wait for it.
+    Of several processes one compiles, and the others wait for it. ``tell`` gets texts about that. With
+    ``in_turn`` no other process of this user compiles in the background.
     """
     import shutil
 
-    folder = Path(job.folder)
-    result, temporary = folder / job.key, folder / f"{job.key}.tmp"
-    with _locked(folder / f"{job.key}.lock"):
-        if _written(result) not in (None, job.stale):
+    folder, what = Path(job.folder), f"{job.component} is compiled for {job.target}"
+
+    def wait(seconds: float) -> None:
+        tell(f"{what} by another process: {seconds:.0f} s")
+
+    with _locked(folder / f"{job.key}.lock", wait):
+        if _written(folder / job.key) not in (None, job.stale):
             return ""
         # Asked again: this process may have waited for another one, which failed.
         if reason := _refusal(folder, job.key):
             return reason
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(folder / f"{job.key}.tmp", ignore_errors=True)
         _sweep(folder)
-        announce()
-        try:
-            temporary.mkdir()
-            reason, is_lasting = _run_compiler(job, temporary)
-            if not reason:
-                # What cannot be opened any more; on Windows what a process has open stays.
-                with contextlib.suppress(OSError):
-                    result.rename(temporary / "old")
-                (temporary / job.key).rename(result)
-                (folder / f"{job.key}.json").unlink(missing_ok=True)
-            elif shutil.disk_usage(folder).free < _NO_ROOM:
-                reason = f"no space is left in {folder}"
-            elif is_lasting:
-                _remember(folder, job.key, reason)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        turn = _locked(folder.parents[1] / "epcontext.lock", wait)
+        with turn if in_turn else contextlib.nullcontext():
+            tell(f"{what} on this machine, once", "warning")
+            return _compile_alone(job, lambda seconds: tell(f"{what}: {seconds:.0f} s"))
+
+
+def _compile_alone(job: Job, tell: Callable[[float], object]) -> str:
+    """Compile, while no other process does the same; ``tell`` gets the seconds that it took until then."""
+    import shutil
+
+    folder = Path(job.folder)
+    result, temporary = folder / job.key, folder / f"{job.key}.tmp"
+    try:
+        temporary.mkdir()
+        reason, is_lasting = _run_compiler(job, temporary, tell)
+        if not reason:
+            # What cannot be opened any more; on Windows what a process has open stays.
+            with contextlib.suppress(OSError):
+                result.rename(temporary / "old")
+            (temporary / job.key).rename(result)
+            (folder / f"{job.key}.json").unlink(missing_ok=True)
+        elif shutil.disk_usage(folder).free < _NO_ROOM:
+            reason = f"no space is left in {folder}"
+        elif is_lasting:
+            _remember(folder, job.key, reason)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return reason
 
 
@@ -296,31 +335,38 @@ def _sweep(folder: Path) -> None:
     import sqlite3
 
     for temporary in folder.glob("*.tmp"):
-        with contextlib.suppress(sqlite3.Error), _locked(temporary.with_suffix(".lock"), 0):
+        with contextlib.suppress(sqlite3.Error), _locked(temporary.with_suffix(".lock")):
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _run_compiler(job: Job, temporary: Path) -> tuple[str, bool]:
+def _run_compiler(job: Job, temporary: Path, tell: Callable[[float], object]) -> tuple[str, bool]:
     """Compile into ``temporary``, in a process. Returns why that failed, and whether it would again."""
     import subprocess
 
+    start = time.monotonic()
     with _start("compile", job, temporary) as process:
         try:
-            code = process.wait(job.seconds)
-        except subprocess.TimeoutExpired:
-            return f"the compiler did not end in {job.seconds:.0f} s", True
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(1, job.seconds))
+                    break
+                if (seconds := time.monotonic() - start) > job.seconds:
+                    return f"the compiler did not end in {job.seconds:.0f} s", True
+                tell(seconds)
         finally:
             if process.poll() is None:
                 _kill(process.pid)
     with contextlib.suppress(OSError, ValueError, KeyError):
         reply = json.loads((temporary / _REPLY).read_bytes())
         return reply["reason"], reply["is_lasting"]
-    return f"the compiler {_ended(code)}", True
+    return f"the compiler {_ended(process.returncode)}", True
 
 
-def _start(task: str, job: Job, folder: Path, **more: Any) -> Any:
+def _start(task: str, job: Job, folder: Path) -> Any:
     """Start this file as a script in ``folder``, with no handle of this process but its input's pipe."""
     import subprocess
+
+    flags = ("CREATE_NO_WINDOW", *(["IDLE_PRIORITY_CLASS"] if task == "background" else []))
 
     process = subprocess.Popen(
         [sys.executable, "-I", job.script, task],
@@ -330,7 +376,7 @@ def _start(task: str, job: Job, folder: Path, **more: Any) -> Any:
         stderr=subprocess.DEVNULL,
         # What it starts itself ends with it.
         start_new_session=True,
-        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+        creationflags=sum(getattr(subprocess, name, 0) for name in flags),
     )
     # It may have ended.
     with contextlib.suppress(OSError):
@@ -360,29 +406,40 @@ def _ended(code: int) -> str:
 
 
 @contextlib.contextmanager
-def _locked(file: Path, seconds: float = 1e6) -> Iterator[None]:
-    """Hold ``file`` locked: of several processes one compiles, and the others wait for it.
+def _locked(file: Path, tell: Callable[[float], object] | None = None) -> Iterator[None]:
+    """Hold ``file`` locked, and wait for that if there is a ``tell``, which gets the seconds until then.
 
     It is an empty database: SQLite locks files on every system, which unlocks them when a process ends in
-    any way.
+    any way. Raises sqlite3.OperationalError if it cannot be locked.
     """
     import sqlite3
 
-    # A compiler may take hours.
-    with contextlib.closing(sqlite3.connect(file, timeout=seconds)) as database:
-        # Or a full disk could not be locked.
-        database.execute("PRAGMA journal_mode = OFF")
-        database.execute("BEGIN EXCLUSIVE")
+    start = time.monotonic()
+    with contextlib.closing(sqlite3.connect(file, timeout=1 if tell else 0)) as database:
+        while not database.in_transaction:
+            try:
+                # Without a journal, which has no room on a full disk.
+                database.execute("PRAGMA journal_mode = OFF")
+                database.execute("BEGIN EXCLUSIVE")
+            except sqlite3.OperationalError as error:
+                if tell is None or "locked" not in str(error):
+                    raise
+                tell(time.monotonic() - start)
         yield
 
 
-# What follows runs in the process that compiles.
+# What follows runs in the processes that `_start` starts.
 
 
 def _main() -> None:
     import threading
 
     job = Job(*json.loads(sys.stdin.buffer.readline()))
+    if sys.argv[1] == "background":
+        if sys.platform != "win32":
+            os.nice(19)
+        _compile(job, lambda *_: None, in_turn=True)
+        return
     # It ends with the app, and does not wait for an app that was forked.
     threading.Thread(target=_end_with_input, daemon=True).start()
     limit = threading.Timer(job.seconds + 60, _end)

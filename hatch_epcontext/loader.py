@@ -111,13 +111,14 @@ def load(
     device: Device | None = None,
     shapes: Shapes | None = None,
     fallback: bool = True,
-    recompile: bool = False,
+    recompile: bool | Literal["background"] = False,
     verify: bool = False,
     package: Folder | None = None,
     session_options: SessionOptions | Callable[[], SessionOptions] | None = None,
     provider_options: Mapping[str, object] | None = None,
     fallback_providers: Sequence[Any] | None = None,
     windows_ml: bool = False,
+    progress: Callable[[str, float | None], object] | None = None,
 ) -> InferenceSession:
     """Open the model ``name`` on the first target that this machine can run.
 
@@ -126,7 +127,8 @@ def load(
     ``shapes``: the shapes of the app's inputs. Of several sizes the smallest that is large enough is opened,
     or a target with open shapes; ``shapes_of`` returns the shapes to pad to. Without it, the first listed.
     ``fallback``: whether the source model may be opened, last and on the CPU. ``recompile``: if a target that
-    has ``recompile = true`` does not open, compile it on this machine, once.
+    has ``recompile = true`` does not open, compile it on this machine, once; "background" opens the next one
+    until then. ``progress`` gets texts while it waits for that, and the share that is done or None.
     ``verify``: compare the manifest and all files beside the model with their recorded sha256, and refuse
     files that the manifest does not list.
     ``package``: the folder of another package that hatch-epcontext wrote. Trust it as you trust code.
@@ -141,7 +143,7 @@ def load(
     package is damaged, or has no such model, target or input.
     """
     arguments = (target, device, shapes, fallback, recompile, verify, package)
-    more = (session_options, provider_options, fallback_providers, windows_ml)
+    more = (session_options, provider_options, fallback_providers, windows_ml, progress)
     candidates, request = _resolve_request(name, Request(*arguments, *more))
     attempts: list[TargetAttempt] = []
     session = None
@@ -256,13 +258,14 @@ class Request(NamedTuple):
     device: str | None = None
     shapes: Any = None
     fallback: bool = True
-    recompile: bool = False
+    recompile: bool | str = False
     verify: bool = False
     package: Folder | None = None
     session_options: Any = None
     provider_options: Any = None
     fallback_providers: Sequence[Any] | None = None
     windows_ml: bool = False
+    progress: Any = None
 
 
 class Package:
@@ -539,8 +542,7 @@ def _targets_to_try(package: Package, name: str, request: Request) -> list[str]:
     can_recompile = known == [SOURCE] or any(v.prepared or v.module for v in variants)
     if request.recompile and not can_recompile:
         raise LoadError(f"recompile needs a target of {name!r} with recompile = true")
-    targets = [known_target for known_target in known if request.fallback or known_target != SOURCE]
-    targets = targets if target is None else [target]
+    targets = [target] if target else [t for t in known if request.fallback or t != SOURCE]
     if not targets:
         raise LoadError(f"the model {name!r} has no targets in {package.root}")
     return targets
@@ -560,9 +562,8 @@ def _list_candidates(
     for input_name, shape in request.shapes.items():
         sizes = inputs.get(input_name, [])
         if inputs and sizes is not None and len(sizes) != len(shape):
-            raise LoadError(
-                f"{name!r} has the inputs {inputs}, and shapes gives {input_name!r} {shape}"
-            )
+            text = f"{name!r} has the inputs {inputs}, and shapes gives {input_name!r} {shape}"
+            raise LoadError(text)
     if request.shapes:
         variants.sort(key=lambda variant: (not variant.fits(request), variant.elements))
     of_targets = [[v for v in variants if v.target == target] for target in targets]
@@ -675,8 +676,7 @@ class Opener:
             _preload_cuda()
 
     def open_shipped(self) -> tuple[Any, str]:
-        file = self.variant.package.on_disk(self.variant, verify=self.request.verify)
-        return self.open(file)
+        return self.open(self.variant.package.on_disk(self.variant, verify=self.request.verify))
 
     def open_compiled(self) -> Any:
         return beside("_recompile").open_compiled(sys.modules[__name__], self)

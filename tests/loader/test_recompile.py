@@ -483,6 +483,133 @@ def test_without_a_home_that_can_be_written_nothing_is_compiled(
     assert compilers.started == []
 
 
+def in_background(app: Any, **arguments: Any) -> list[str]:
+    attempts = app.explain("a", device="any", recompile="background", **arguments)
+    return list(map(str, attempts))
+
+
+LATER = "npu: skipped, it is compiled in the background, for a later start"
+
+
+@needs_qnn
+def test_the_fallback_is_opened_until_a_context_is_compiled_in_the_background(
+    compilers: Compilers, tmp_path: Path
+) -> None:
+    facts = tmp_path / "facts"
+    app = compilers(
+        "Path(FACTS).write_text(json.dumps([os.nice(0), os.getsid(0)]));"
+        "compile_really(self, file)".replace("FACTS", repr(str(facts)))
+        if sys.platform != "win32"
+        else "compile_really(self, file)"
+    )
+    texts = list[Any]()
+    first = in_background(app, progress=lambda *words: texts.append(words))
+    assert first[1:] == [LATER, "source: opened, CPUExecutionProvider on cpu"]
+    assert in_background(app)[1] == LATER, "it is compiled only once"
+    wait_for(lambda: left(app) == ["", ".lock"])
+    assert in_background(app)[1] == f"npu: opened, {QNN_EP} on cpu, compiled on this machine"
+    assert app.target_of(jit(app)) == "npu"
+    assert len(compilers.started) == 1
+    assert texts == []
+    if sys.platform != "win32":
+        niceness, own_session = json.loads(facts.read_text("utf-8"))
+        assert niceness == 19
+        assert own_session != os.getsid(0)
+
+
+IN_BACKGROUND = """
+import os, sys
+import compiler
+from shipped import load, target_of
+print(target_of(load("a", target=sys.argv[1] or None, device="any", recompile="background")))
+sys.stdout.flush()
+os.kill(os.getpid(), 9) if sys.argv[2] else None
+"""
+
+
+@needs_qnn
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+def test_what_compiles_in_the_background_outlives_the_app(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(compilers.folder))
+    app = compilers("time.sleep(2); compile_really(self, file)")
+    process = compilers.ship.start(IN_BACKGROUND, "", "killed")
+    assert "source" in process.communicate(timeout=60)[0]
+    assert process.returncode == -9
+    wait_for(lambda: left(app) == ["", ".lock"])
+    assert app.target_of(jit(app)) == "npu"
+    assert len(compilers.started) == 1
+
+
+@needs_qnn
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+def test_one_process_compiles_in_the_background(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(compilers.folder))
+    compilers("time.sleep(1); compile_really(self, file); time.sleep(1); NOTE")
+    targets = {}
+    for index in range(3):
+        settings = {"session_options": {"session.some": str(index)}}
+        targets[f"npu{index}"] = changed(QNN, plugin=OF_COMPILER, settings=settings)
+    app = compilers.ship(**targets)
+    apps = [compilers.ship.start(IN_BACKGROUND, name, "") for name in targets for _ in range(2)]
+    for process in apps:
+        assert "Error" in process.communicate(timeout=60)[1], "without a fallback nothing opens"
+    wait_for(lambda: left(app) == ["", "", "", ".lock", ".lock", ".lock"])
+    numbers = compilers.started
+    assert numbers[::2] == numbers[1::2], "each ends before the next one starts"
+    assert len(set(numbers)) == 3
+
+
+@needs_qnn
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("time.sleep(600)", "did not end in 3 s"), ("os.abort()", "was ended by SIGABRT")],
+)
+def test_accidents_in_the_background_are_remembered(
+    code: str, reason: str, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = compilers(code)
+    monkeypatch.setattr(_recompile, "_SECONDS", 3.0)
+    assert in_background(app)[1] == LATER
+    wait_for(lambda: left(app) == [".json", ".lock"])
+    for recompile in (True, "background"):
+        (_, attempt, source) = app.explain("a", device="any", recompile=recompile)
+        assert attempt.outcome == "skipped"
+        assert reason in attempt.reason
+        assert source.outcome == "opened"
+    wait_for(lambda: not any(map(is_running, compilers.started)))
+    assert len(compilers.started) == 1
+
+
+@needs_qnn
+def test_progress_is_told_and_may_end_it(compilers: Compilers) -> None:
+    app = compilers("time.sleep(3); compile_really(self, file)")
+    texts = list[Any]()
+
+    def stop(*words: Any) -> None:
+        texts.append(words)
+        if len(texts) == 2:
+            raise ValueError("the user has pressed a button")
+
+    attempts = app.explain("a", device="any", recompile=True, progress=stop)
+    button = "compiling it on this machine: ValueError: the user has pressed a button"
+    assert attempts[1].reason == button
+    assert texts == [
+        ("a is compiled for npu on this machine, once", None),
+        ("a is compiled for npu: 1 s", None),
+    ]
+    assert left(app) == [".lock"]
+    compilers.write("compile_really(self, file)")
+    assert app.target_of(jit(app)) == "npu"
+
+
 LOAD = """
 import compiler
 from shipped import load, target_of
