@@ -94,7 +94,8 @@ class Range:
     ``far``: other values that it may have. ``sound``: whether these are floats along one long axis.
     ``floats``: how integers become floats, if they do. ``loose``: whether other integers are also accepted,
     although these are known. ``reach``: how large a graph with such constants expects values to be; 0 if
-    nothing shows it.
+    nothing shows it. ``thresholds``: numbers with which floats are compared, in order. ``signed``: whether
+    floats that nothing bounds may be negative.
     """
 
     low: float
@@ -107,6 +108,8 @@ class Range:
     floats: InFloats | None = None
     loose: bool = False
     reach: float = 0.0
+    thresholds: tuple[float, ...] = ()
+    signed: bool = True
 
     @property
     def is_firm(self) -> bool:

@@ -18,6 +18,7 @@ RewriteName = Literal[
     "pool-padding",
     "variance",
     "log-power",
+    "log-floor",
     "log-sum-exp",
     "scaled-square",
     "unfuse-activation",
@@ -45,7 +46,9 @@ ALWAYS: tuple[RewriteName, ...] = (
 )
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
-FOR_RANGES: tuple[RewriteName, ...] = (*("log-power", "log-sum-exp", "scaled-square", "floor"),)
+FOR_RANGES: tuple[RewriteName, ...] = (
+    *("log-power", "log-floor", "log-sum-exp", "scaled-square", "floor"),
+)
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
 FOR_KERNELS: tuple[RewriteName, ...] = ("unfuse-activation",)

@@ -26,6 +26,11 @@ _QUIET = 1e-2
 FAINT = 1e-3
 """The level below which only sound has values."""
 
+_ROUNDING = 2.0**-8
+"""The distance from a threshold, relative to it, at which rounding to 8 bits and more moves no number over
+it: values so near it are rare, and say nothing of others.
+"""
+
 _SPECIAL = 4
 """The number of first indices that tokenizers reserve for special tokens; they reserve the last one too."""
 
@@ -85,7 +90,22 @@ def values(pattern: Pattern, facts: TensorFacts, range_: Range, rng: np.random.G
         if pattern.ids == "padded" and _is_padding_mask(range_, shape):
             usual[..., shape[-1] - shape[-1] // 2 :] = range_.low
         return usual.astype(dtype)
-    return np.asarray(_of_range(pattern, shape, range_, rng)).astype(dtype)
+    array = np.asarray(_of_range(pattern, shape, range_, rng))
+    if range_.thresholds and not range_.whole:
+        array = _beside(array.astype(np.float64), np.array(range_.thresholds))
+    return array.astype(dtype)
+
+
+def _beside(numbers: Numbers, thresholds: Numbers) -> Numbers:
+    """``numbers`` that are on the same side of all ``thresholds`` after rounding."""
+    places = np.searchsorted(thresholds, numbers)
+    for offset in (-1, 0):
+        nearest = thresholds[np.clip(places + offset, 0, len(thresholds) - 1)]
+        away = numbers - nearest
+        least = _ROUNDING * np.abs(nearest)
+        moved = nearest + np.where(away < 0, -least, least)
+        numbers = np.where(np.abs(away) < least, moved, numbers)
+    return numbers
 
 
 def generator(number: int = 0) -> np.random.Generator:
@@ -121,6 +141,7 @@ def _of_range(
     if range_.is_open:
         # The range is eight standard deviations wide on either side.
         signal = _SIGNALS[pattern.signal](math.prod(shape), rng)
+        signal = signal if range_.signed else np.abs(signal)
         return signal.reshape(shape) * (pattern.level * range_.high / DEVIATIONS)
     share = np.clip(_PICTURES[pattern.picture](shape, rng), 0.0, 1.0)
     return range_.low + share * (range_.high - range_.low)

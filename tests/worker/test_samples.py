@@ -219,3 +219,18 @@ def test_larger_floats_of_all_inputs_are_in_one_sample() -> None:
     assert [[*each.far] for each in far] == [["a", "b"], ["a", "b"], ["a"], ["b"]]
     assert [each.is_larger for each in far] == [True, True, False, False]
     assert all(array.min() >= 16 and array.max() <= 32 for array in far[0].feeds.values())
+
+
+def test_no_value_is_so_near_a_threshold_that_rounding_moves_it_over() -> None:
+    edges = (-1.0, 0.0, 0.1, 0.10003)
+    open_, known = replace(OPEN, thresholds=edges), Range(0, 1, True, thresholds=edges)
+    for sample in fed([X, replace(X, name="z")], {"x": open_, "z": known}):
+        for name, array in sample.feeds.items():
+            away = np.abs(array.astype(np.float64)[..., None] - edges)
+            least = np.abs(edges) / 512
+            assert (away >= least).all() or sample.far, (name, sample.name)
+
+
+def test_what_is_not_signed_has_no_negative_values() -> None:
+    for sample in fed([X], {"x": replace(OPEN, signed=False)}):
+        assert sample.feeds["x"].min() >= 0

@@ -29,6 +29,12 @@ _BROADCASTING = 8
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
+_LEAST = 2.0**-20
+"""The number from which float16 is exact to 6 %."""
+
+_MOST_BITS, _LIMIT_BITS = 24, 15
+"""The most bits by which smaller numbers are scaled, and those of the largest result."""
+
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -216,8 +222,12 @@ def _at_least(name: str, scope: Scope) -> tuple[str, float] | None:
 def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """``Log(Max(a² + b², number))`` as twice that of the root, whose exponent is half as large.
 
-    Spectra of audio, as in DNSMOS, have powers that float16 does not have; openWakeWord filters them.
+    Spectra of audio, as in DNSMOS, have powers that float16 does not have; openWakeWord filters them. So has
+    the level of sound: ``Log(ReduceMean(x²) + number)``.
     """
+    power, number = _beside_number(node.input[0], "Add", scope) or (node.input[0], 0.0)
+    if isinstance(level := _root_of_squares(power, number, scope, builder), list):
+        return [builder.add("Mul", builder.add("Log", *level), builder.number(2))]
     limited = _at_least(node.input[0], scope)
     if limited is None:
         return None
@@ -249,22 +259,58 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Mul", result, builder.number(2))]
 
 
+def _log_of_more(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """``Log(x + number)`` or ``Log(Max(x, number))`` of a number that float16 does not have.
+
+    As the sum of two: up to a limit of ``x`` it is scaled, so that the scaled number exists.
+    """
+    added = _beside_number(node.input[0], "Add", scope)
+    value, number = added or _at_least(node.input[0], scope) or ("", 0.0)
+    if not _LEAST / 2**_MOST_BITS < number < _LEAST or builder.dtype.kind != "f":
+        return None
+    bits = math.ceil(math.log2(_LEAST / number))
+    limit = 2.0 ** (_LIMIT_BITS - bits)
+    if root := _squared(value, scope):
+        small = builder.add("Min", builder.add("Abs", root), builder.number(math.sqrt(limit)))
+        small = builder.add("Mul", small, builder.number(2.0 ** (bits / 2)))
+        small = builder.add("Mul", small, small)
+    else:
+        small = builder.add("Min", value, builder.number(limit))
+        for part in (bits // 2, bits - bits // 2):
+            small = builder.add("Mul", small, builder.number(2.0**part))
+    small = builder.add("Add" if added else "Max", small, builder.number(number * 2.0**bits))
+    large = builder.add("Log", builder.add("Max", value, builder.number(limit)))
+    total = builder.add("Add", builder.add("Log", small), large)
+    return [builder.add("Sub", total, builder.number(_LIMIT_BITS * math.log(2)))]
+
+
 def _root(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """``Sqrt(ReduceMean(x²) + number)``, also of a sum, or a ReduceL2, of values that are first scaled by the
     largest.
 
     The RMSNorm of language models such as T5 has values whose squares float16 does not have.
     """
-    total: onnx.NodeProto | None = node
-    value, number = node.input[0], 0.0
-    if node.op_type == "Sqrt":
-        value, number = _beside_number(value, "Add", scope) or (value, 0.0)
-        total = scope.maker(value)
-        if total is None or total.op_type not in ("ReduceMean", "ReduceSum"):
-            return None
-        value = _squared(total.input[0], scope) or ""
-    axes = scope.axes(total) if total else None
-    if total is None or not value or axes is None or _is_scaled(value, scope):
+    if node.op_type == "ReduceL2":
+        return _scaled_root(node, node.input[0], 0.0, scope, builder)
+    value, number = _beside_number(node.input[0], "Add", scope) or (node.input[0], 0.0)
+    return _root_of_squares(value, number, scope, builder)
+
+
+def _root_of_squares(value: str, number: float, scope: Scope, builder: Builder) -> Outputs:
+    """That of ``value``, a sum or a mean of squares, plus ``number``."""
+    total = scope.maker(value)
+    if total is None or total.op_type not in ("ReduceMean", "ReduceSum"):
+        return None
+    squared = _squared(total.input[0], scope)
+    return _scaled_root(total, squared, number, scope, builder) if squared else None
+
+
+def _scaled_root(
+    total: onnx.NodeProto, value: str, number: float, scope: Scope, builder: Builder
+) -> Outputs:
+    """That of ``number`` and what the reduction ``total`` makes of the squares of ``value``."""
+    axes = scope.axes(total)
+    if axes is None or _is_scaled(value, scope):
         return None
     keeps, least = graph.number(total, "keepdims", 1), math.sqrt(number)
     operator, factor = ("ReduceMean", 8) if total.op_type == "ReduceMean" else ("ReduceSum", 4)
@@ -377,6 +423,7 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
     "int64-outputs": (_int64_output, _MOVED_PAST),
     "pool-padding": (pad_before, ("AveragePool", "LpPool")),
     "log-power": (_log_power, ("Log",)),
+    "log-floor": (_log_of_more, ("Log",)),
     "log-sum-exp": (_sum_of_powers, ("Div", "Log")),
     "variance": (_covariance, ("Sub",)),
     "scaled-square": (_root, ("Sqrt", "ReduceL2")),

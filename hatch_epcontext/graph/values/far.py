@@ -96,6 +96,12 @@ class Uses:
     is_series: bool = False
     size: float = 0.0
 
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """All numbers with which they are compared, in order."""
+        compared = [np.ravel(center.values) for center in self.centers if center.compared]
+        return tuple(map(float, np.unique(np.concatenate(compared)))) if compared else ()
+
 
 @dataclass(frozen=True)
 class Center:
@@ -305,6 +311,7 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         reach = 0.0 if ordinary.is_firm else reach
         integers = replace(ordinary, floats=uses.floats, reach=reach)
         return replace(integers, far=tuple(_far_integers(facts, integers, uses)))
+    ordinary = replace(ordinary, thresholds=uses.thresholds)
     if not ordinary.is_open:
         return ordinary
     sound = uses.is_signal and looks_like_sound(facts)

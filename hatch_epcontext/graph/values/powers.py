@@ -9,7 +9,7 @@ that the factors show.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,14 +42,16 @@ class _Term:
 class _Sum:
     """The ``terms`` of a value.
 
-    ``positive``: whether it is never negative. ``power``: whether inputs were multiplied with each other on
-    the path; ``weighted``: whether weights of both signs are, as those of layers.
+    ``positive``: whether it is never negative; ``rising``: or if the inputs are not. ``power``: whether
+    inputs were multiplied with each other on the path; ``weighted``: whether weights of both signs are, as
+    those of layers.
     """
 
     terms: tuple[_Term, ...]
     positive: bool = False
     power: bool = False
     weighted: bool = False
+    rising: bool = False
 
     @property
     def degrees(self) -> set[float]:
@@ -63,28 +65,40 @@ class _Sum:
         terms = tuple(one.times(two) for one in self.terms for two in other.terms)
         power = self.power or other.power or bool(self.inputs and other.inputs)
         weighted = self.weighted or other.weighted
-        return _Sum(terms, self.positive and other.positive, power, weighted)
+        positive, rising = self.positive and other.positive, self.rising and other.rising
+        return _Sum(terms, positive, power, weighted, rising)
 
 
-def sizes_of_powers(main: onnx.GraphProto, names: Iterable[str], scope: Scope) -> dict[str, float]:
-    """Return the sizes up to which the inputs ``names`` of ``main`` have powers that matter.
-
-    Infinite if no size is more usual than another; inputs without such powers are missing.
+@dataclass(frozen=True)
+class Powers:
+    """The ``sizes`` up to which powers of inputs matter, infinite if no size is more usual than another, and
+    the ``amounts``: inputs of which a logarithm or a root is taken, so that none is negative. ``levels``: of
+    which the mean of squares is taken, as of sound.
     """
+
+    sizes: Mapping[str, float]
+    amounts: Set[str]
+    levels: Set[str]
+
+
+def powers_of(main: onnx.GraphProto, names: Iterable[str], scope: Scope) -> Powers:
+    """Return what the inputs ``names`` of ``main`` are by their powers; ``scope``: of its values."""
     powers = _Powers(scope, names)
     for node in main.node:
         try:
             powers.add(node)
         except INVALID:
             continue
-    return powers.sizes
+    return Powers(powers.sizes, powers.amounts, powers.levels)
 
 
 class _Powers:
     def __init__(self, scope: Scope, names: Iterable[str]) -> None:
         self.sizes: dict[str, float] = {}
         self._scope = scope
-        self._sums = {name: _Sum((_Term(frozenset({name}), 1.0),)) for name in names}
+        self.amounts: set[str] = set()
+        self.levels: set[str] = set()
+        self._sums = {name: _Sum((_Term(frozenset({name}), 1.0),), rising=True) for name in names}
 
     def add(self, node: onnx.NodeProto) -> None:
         """Follow the values through ``node``."""
@@ -107,7 +121,8 @@ class _Powers:
         if value is None or value.dtype.kind not in "iuf" or not value.size:
             return None
         largest = float(np.abs(value.astype(np.float64)).max())
-        return _Sum((_Term(factor=largest),) if largest else (), bool((value >= 0).all()))
+        positive = bool((value >= 0).all())
+        return _Sum((_Term(factor=largest),) if largest else (), positive, rising=positive)
 
     def sum(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         one, other = operands[:2]
@@ -126,6 +141,7 @@ class _Powers:
             is_floor,
             one.power or other.power,
             one.weighted or other.weighted,
+            is_added and one.rising and other.rising,
         )
         if total.power and joined and not is_floor:
             self._note(total)
@@ -149,7 +165,7 @@ class _Powers:
         one, other = operands[:2]
         if not other.inputs:
             inverse = (replace(term, factor=1 / term.factor) for term in other.terms)
-            return one.times(_Sum(tuple(inverse), other.positive))
+            return one.times(replace(other, terms=tuple(inverse)))
         is_share = one.degrees == other.degrees and len(one.degrees) == 1
         if is_share and (one.power or other.power) and not (one.weighted or other.weighted):
             # What is divided by its own norm may have any.
@@ -173,27 +189,41 @@ class _Powers:
             result = result.times(base)
         return replace(result, positive=base.positive or number % 2 == 0)
 
+    def logarithm(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> None:
+        """Note that inputs are not negative."""
+        if operands[0].rising and not operands[0].power:
+            self.amounts |= operands[0].inputs
+
     def root(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         base = operands[0]
+        self.logarithm(node, operands)
         if len(base.degrees) != 1:
             return None
         terms = (replace(t, degree=t.degree / 2, factor=math.sqrt(t.factor)) for t in base.terms)
         return replace(base, terms=tuple(terms), positive=True)
 
     def square(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        self.levels |= operands[0].inputs
         return replace(operands[0].times(operands[0]), positive=True)
 
     def norm(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
-        return self.root(node, [replace(operands[0].times(operands[0]), positive=True)])
+        total = self.square(node, operands)
+        return total and self.root(node, [total])
 
     def keep(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         return operands[0]
 
+    def reduce(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        if operands[0].power:
+            self.levels |= operands[0].inputs
+        return operands[0]
+
     def size_of(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
-        return replace(operands[0], positive=True)
+        rising = node.op_type == "Relu" and operands[0].rising
+        return replace(operands[0], positive=True, rising=rising)
 
     def negate(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
-        return replace(operands[0], positive=False)
+        return replace(operands[0], positive=False, rising=False)
 
     def combine(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         """Sums of products with weights, or of two values with each other."""
@@ -205,17 +235,19 @@ class _Powers:
 
 _Rule = Callable[[_Powers, onnx.NodeProto, Sequence[_Sum]], "_Sum | None"]
 
-_KEEPING = frozenset({"Cast", "Clip", "CumSum", "Max", "Min", "ReduceSum"})
+_KEEPING = frozenset({"Cast", "Clip", "CumSum", "Max", "Min"})
 
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(
-        operators.MOVES | operators.EXTREMES | operators.MEANS | _KEEPING,
+        operators.MOVES | operators.EXTREMES | _KEEPING,
         _Powers.keep,
     ),
+    **dict.fromkeys(operators.MEANS | {"ReduceSum"}, _Powers.reduce),
     **dict.fromkeys(("Add", "Sub"), _Powers.sum),
     **dict.fromkeys(("MatMul", "Gemm", "Conv"), _Powers.combine),
     **dict.fromkeys(("Abs", "Relu"), _Powers.size_of),
     "Div": _Powers.divide,
+    "Log": _Powers.logarithm,
     "Mul": _Powers.multiply,
     "Neg": _Powers.negate,
     "Pow": _Powers.power,

@@ -23,10 +23,11 @@ from hatch_epcontext.graph.values.conventions import (
     is_mask_name,
     is_scale,
     looks_like_image,
+    looks_like_sound,
 )
 from hatch_epcontext.graph.values.far import UsesOfInputs, dtype_bounds, with_far
 from hatch_epcontext.graph.values.linear import LinearTerm, LinearTerms
-from hatch_epcontext.graph.values.powers import sizes_of_powers
+from hatch_epcontext.graph.values.powers import powers_of
 
 _MAX_OF_BYTES = 255.0
 """The largest value of an integer that nothing bounds."""
@@ -47,9 +48,13 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
     tensors = [facts for facts in inputs if _is_number(facts)]
     of_inputs, uses = _bounds(main, tensors)
     ranges = {facts.name: _range(facts, of_inputs[facts.name], tensors) for facts in tensors}
-    floats = [name for name, range_ in ranges.items() if range_.is_open and range_.usual is None]
-    for name, size in sizes_of_powers(main, floats, uses.scope).items():
-        uses.of[name].size = size
+    floats = [facts for facts in tensors if ranges[facts.name].is_open]
+    powers = powers_of(main, [facts.name for facts in floats], uses.scope)
+    for facts in floats:
+        is_sound = facts.name in powers.levels and looks_like_sound(facts)
+        uses.of[facts.name].size = powers.sizes.get(facts.name, math.inf if is_sound else 0.0)
+        signed = facts.name not in powers.amounts
+        ranges[facts.name] = replace(ranges[facts.name], signed=signed)
     return {
         facts.name: with_far(facts, ranges[facts.name], uses.of[facts.name]) for facts in tensors
     }

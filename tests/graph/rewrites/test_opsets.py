@@ -168,6 +168,9 @@ CORRECTED: Mapping[str, Variants] = {
     "log-power": {
         8: f"{X} <{NUMBERS}> {{ a = Mul (x, x) b = Add (a, a) c = Max (half, b) y = Log (c) }}"
     },
+    "log-floor": {
+        8: f"{X} <float tiny = {{1e-10}}, {NUMBERS}> {{ a = Abs (x) b = Add (a, tiny) y = Log (b) }}"
+    },
     "variance": {
         7: """(float[2, 3, 4] x) => (float[1, 1, 4] y) { a = Mul (x, x) m = ReduceMean <axes = [0, 1]> (x)
         b = ReduceMean <axes = [0, 1]> (a) n = Mul (m, m) y = Sub (b, n) }""",

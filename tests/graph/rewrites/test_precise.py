@@ -213,6 +213,29 @@ def test_a_logarithm_of_a_power_is_that_of_a_scaled_root(body: str) -> None:
     assert found[-3:] == ["Max", "Log", "Mul"]
 
 
+SMALL_NUMBERS = [
+    "more = Add(x, least) y = Log(more)",
+    "square = Mul(x, x) more = Add(least, square) y = Log(more)",
+    "square = Pow(x, two) more = Max(square, least) y = Log(more)",
+    "a = Abs(x) more = Clip(a, least) y = Log(more)",
+]
+
+
+@pytest.mark.parametrize("body", SMALL_NUMBERS)
+def test_a_logarithm_of_a_small_number_and_more_is_of_scaled_values(body: str) -> None:
+    assert mended(of(body, STORED), "log-floor")[-2:] == ["Add", "Sub"]
+
+
+@pytest.mark.parametrize("more", ["more = Add(level, least)", "more = Identity(level)"])
+@pytest.mark.parametrize("reduced", ["ReduceMean<axes = [-1]>", "ReduceSum"])
+def test_the_logarithm_of_a_level_is_that_of_its_scaled_root(reduced: str, more: str) -> None:
+    body = f"square = Mul(x, x) level = {reduced}(square) {more} y = Log(more)"
+    body = body.replace(" more = Identity(level)", "").replace(
+        "Log(more)", "Log(more)" if "least" in more else "Log(level)"
+    )
+    assert mended(of(body, STORED), "log-power")[-2:] == ["Log", "Mul"]
+
+
 VARIANCES = [
     """square = Mul(x, x) a = ReduceMean<axes = [-1]>(square) m = ReduceMean<axes = [-1]>(x)
         b = Mul(m, m) y = Sub(a, b)""",
@@ -282,6 +305,11 @@ STAYING = {
         *(f"{SQUARES} c = {limited} y = Log(c)"
           for limited in ("Max(power, below)", "Max(power, row)", "Max(power)", "Min(power, one)",
                           "Clip(power, least, one)", "Clip(power)", "Clip(power, below)")),
+    ],
+    "log-floor": [
+        "y = Log(x)",
+        *(f"more = {more} y = Log(more)" for more in (
+            "Add(x, two)", "Max(x, one)", "Add(x, below)", "Add(x, z)", "Min(x, least)")),
     ],
     "variance": [
         "square = Mul(x, x) a = ReduceMean(square) b = Mul(z, z) y = Sub(a, b)",
@@ -397,6 +425,7 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
             RNG.uniform(-0.5, 0, (3, 8)),
         ),
         ("log-power", of(LOGARITHMS[0].replace("z", "x"), STORED), TOKENS / 20),
+        ("log-floor", of(SMALL_NUMBERS[1], STORED), TOKENS / 1e6),
         ("scaled-square", of(NORM, STORED), TOKENS),
         ("scaled-square", of(NORMS[3], STORED), 500 + 50 * RNG.standard_normal((3, 8))),
         ("variance", of(VARIANCES[0], STORED), 30 + RNG.standard_normal((3, 8)) / 4),

@@ -8,7 +8,7 @@ import pytest
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.graph.values.powers import sizes_of_powers
+from hatch_epcontext.graph.values.powers import Powers, powers_of
 from tests.graph.values.test_ranges import all_of
 from tests.models import parsed
 
@@ -28,6 +28,10 @@ POLYNOMIAL = """
 
 
 def sizes(nodes: str, inputs: str = "float[4, 8] x", **stored: Any) -> dict[str, float]:
+    return dict(powers(nodes, inputs, **stored).sizes)
+
+
+def powers(nodes: str, inputs: str = "float[4, 8] x", **stored: Any) -> Powers:
     numbers = {
         "a": np.float32(1e-4),
         "b": np.float32(-0.1),
@@ -39,7 +43,7 @@ def sizes(nodes: str, inputs: str = "float[4, 8] x", **stored: Any) -> dict[str,
     model = parsed(f"({inputs}) => (float[] y) {{ {nodes} }}", check=False, **numbers, **stored)
     names = [value.name for value in graph.inputs(model.graph)]
     inferred = graph.inferred(model)
-    return sizes_of_powers(inferred, names, Scope(inferred, nested=True))
+    return powers_of(inferred, names, Scope(inferred, nested=True))
 
 
 @pytest.mark.parametrize("nodes", [VARIANCE, DISTANCES])
@@ -99,3 +103,40 @@ def test_larger_floats_are_far_from_the_ordinary(shape: str, largest: float) -> 
     found = all_of(f"(float[{shape}] x) => (float[] y) {{ {VARIANCE} }}")["x"]
     ends = [(far.low, far.high) for far in found.far if not far.centers]
     assert ends == [(s / 2, s) for s in (32, 128, 512, 2048, 8192, 32768) if s <= largest]
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "y = Log (x)",
+        "m = MatMul (x, bank) f = Max (m, small) y = Log (f)",
+        "s = Mul (x, a) f = Add (s, small) y = Sqrt (f)",
+        "m = ReduceMean <axes = [1]> (x) y = Log (m)",
+    ],
+)
+def test_what_has_a_logarithm_is_not_negative(nodes: str) -> None:
+    bank = np.abs(np.random.default_rng(0).standard_normal((8, 2))).astype(np.float32)
+    assert powers(nodes, bank=bank).amounts == {"x"}
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "q = Mul (x, x) y = Log (q)",
+        "n = Neg (x) y = Log (n)",
+        "d = Sub (a, x) y = Sqrt (d)",
+        "m = MatMul (x, weights) y = Log (m)",
+        "r = Abs (x) y = Log (r)",
+    ],
+)
+def test_what_is_negative_may_have_a_logarithm_of_something_else(nodes: str) -> None:
+    weights = np.random.default_rng(0).standard_normal((8, 2)).astype(np.float32)
+    assert powers(nodes, weights=weights).amounts == set()
+
+
+def test_the_level_of_sound_is_also_that_of_int16() -> None:
+    level = "q = Mul (x, x) m = ReduceMean <axes = [1]> (q) y = Sqrt (m)"
+    assert powers(level).levels == {"x"}
+    ends = [far.high for far in all_of(f"(float[1, 400] x) => (y) {{ {level} }}")["x"].far]
+    assert max(ends) == 32768
+    assert all_of(f"(float[4, 8] x) => (y) {{ {level} }}")["x"].far == ()

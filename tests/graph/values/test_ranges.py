@@ -30,7 +30,16 @@ def ranges_of(model: onnx.ModelProto) -> dict[str, Range]:
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
     found = input_ranges(graph.inferred(model), inputs)
     return {
-        name: replace(each, far=(), floats=None, loose=False, sound=False, reach=0.0)
+        name: replace(
+            each,
+            far=(),
+            floats=None,
+            loose=False,
+            sound=False,
+            reach=0.0,
+            thresholds=(),
+            signed=True,
+        )
         for name, each in found.items()
     }
 
