@@ -30,8 +30,7 @@ def test_enough_coverage_is_no_error(project: Path) -> None:
 def test_uncovered_operators_are_named(project: Path) -> None:
     text = failure(Coverage(3, 2, 1, (NodeFacts("rnn", "GRU"),)), project)
     assert (
-        "compiled 2 of 3 nodes (66.7%), and min-coverage is 100.0%. Left to the CPU: GRU rnn."
-        in text
+        "takes 2 of 3 nodes (66.7%), and min-coverage is 100.0%. Left to the CPU: GRU rnn." in text
     )
     assert "Change the model at these nodes (not tried)." in text
 
