@@ -425,6 +425,8 @@ def _locked(file: Path, tell: Callable[[float], object] | None = None) -> Iterat
                 if tell is None or "locked" not in str(error):
                     raise
                 tell(time.monotonic() - start)
+        # Or it would be removed as unused.
+        os.utime(file)
         yield
 
 

@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hatch_epcontext.loader import Package
 
-_UNUSED = 30 * 24 * 60 * 60.0  # The seconds until an unused folder is removed.
+_DAY = 24 * 60 * 60.0
+_UNUSED = 30 * _DAY  # The seconds until an unused folder is removed.
+_SOON = 7 * _DAY  # The same while folders have more than `_MOST` bytes together.
+_MOST = 4 << 30
 
 
 def make_folder(loader: Any) -> Path:
@@ -61,9 +64,16 @@ def mark_used(folder: Path) -> None:
     # It may have become read-only, and another process may remove the same.
     with contextlib.suppress(OSError):
         os.utime(folder)
-        for other in folder.parent.iterdir():
-            if other.stat().st_mtime < folder.stat().st_mtime - _UNUSED:
+        now = folder.stat().st_mtime
+        unused = {other: now - other.stat().st_mtime for other in folder.parent.iterdir()}
+        is_much = max(unused.values()) > _SOON and sum(map(_size, unused)) > _MOST
+        for other, seconds in unused.items():
+            if seconds > (_SOON if is_much and other.is_dir() else _UNUSED):
                 shutil.rmtree(other) if other.is_dir() else other.unlink()
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*"))
 
 
 def unpack(loader: Any, package: Package, *, verify: bool) -> Path:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
@@ -33,17 +36,40 @@ def command() -> None:
 
 @command.command()
 def info() -> None:
-    """Show the cache's folder, its artifacts, and its downloaded and cut models."""
+    """Show the cache's folder, its artifacts and models, and what apps of this user have compiled."""
     store = open_store()
     entries = store.entries()
     echo(f"{store.root}: {_summarize(entries)}")
     rows = []
     for entry in (entry for entry in entries if _NOUNS[entry.kind] != "record"):
         files = ", ".join(entry.files)
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        used = _show_time(entry.used)
         rows.append((_NOUNS[entry.kind], files, show_size(entry.size), used, entry.key[:12]))
+    rows += _compiled_by_apps()
     if rows:
         show_table(("kind", "files", "size", "last used", "key"), rows)
+
+
+def _show_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _compiled_by_apps() -> Iterator[tuple[str, str, str, str, str]]:
+    """A row for each context that an app of this user has compiled for itself: see ``_recompile.py``."""
+    import platformdirs
+
+    records: list[Path] = []
+    # Without a home folder.
+    with contextlib.suppress(RuntimeError):
+        records += Path(platformdirs.user_cache_dir()).glob("*/compiled/*/files.json")
+    for record in sorted(records):
+        folder = record.parent
+        files = {
+            file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file != record
+        }
+        kind = f"compiled by {folder.parents[1].name}"
+        used = _show_time(folder.stat().st_mtime)
+        yield kind, ", ".join(files), show_size(sum(files.values())), used, folder.name[:12]
 
 
 @command.command()

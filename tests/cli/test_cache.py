@@ -41,6 +41,9 @@ def test_info_lists_all_artifacts_and_none(
     for entry in entries(filled):
         assert entry.name[:12] in printed
     missing = filled.with_name("none")
+    # Without what apps of this user have compiled.
+    for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.setenv(variable, str(missing))
     monkeypatch.setenv("HATCH_EPCONTEXT_CACHE_DIR", str(missing))
     printed = cli("cache", "info").stdout
     assert printed == f"{missing}: 0 artifacts, 0 bytes\n"

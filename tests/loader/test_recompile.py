@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from typing import Any
 import onnx
 import onnxruntime
 import pytest
+from click.testing import CliRunner
 
 from hatch_epcontext import _recompile
+from hatch_epcontext.cli.cache import info
 from tests.conftest import needs_qnn, wait_for
 from tests.loader.shipped import (
     CPU,
@@ -653,6 +656,15 @@ def test_what_killed_processes_left_is_removed_by_the_next(broken: Any) -> None:
         os.utime(unused, (0, 0))
     jit(broken)
     assert list(folder.iterdir()) == [own]
+
+
+@needs_qnn
+def test_the_command_shows_what_apps_have_compiled(broken: Any) -> None:
+    jit(broken)
+    (own,) = kept(broken)
+    printed = CliRunner().invoke(info).output
+    (row,) = (line for line in printed.splitlines() if "compiled by" in line)
+    assert re.search(rf"compiled by shipped +a_ctx.onnx, a_ctx_qnn.bin .* {own.name[:12]}", row)
 
 
 @needs_qnn

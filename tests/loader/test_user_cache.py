@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from hatch_epcontext import _user_cache
 from tests.loader.shipped import CPU, Shipper, changed
 
 
@@ -48,6 +50,29 @@ def test_without_a_cache_folder_a_temporary_one_is_used(
         (tmp_path / "home").write_text("a file", encoding="utf-8")
     assert ship.script(script, env=env) == ["cpu", True]
     assert not list((tmp_path / "temp").glob("epcontext-*"))
+
+
+def test_what_is_unused_or_too_much_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_user_cache, "_MOST", 1000)
+    now = time.time()
+
+    def entry(name: str, days: float, size: int) -> None:
+        if not name.startswith("lock"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "blob").write_bytes(bytes(size))
+        else:
+            (tmp_path / name).touch()
+        os.utime(tmp_path / name, (now - days * 86400,) * 2)
+
+    for name, days in (("used", 9), ("lock29", 29), ("lock31", 31), ("of29", 29), ("of31", 31)):
+        entry(name, days, 100)
+    _user_cache.mark_used(tmp_path / "used")
+    assert {path.name for path in tmp_path.iterdir()} == {"used", "lock29", "of29"}
+    entry("of6", 6, 1000)
+    _user_cache.mark_used(tmp_path / "used")
+    assert {path.name for path in tmp_path.iterdir()} == {"used", "lock29", "of6"}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
