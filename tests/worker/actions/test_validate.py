@@ -65,8 +65,12 @@ def handle(request: ValidateRequest) -> Validation:
 
 
 def square_root(output: str = "y") -> onnx.ModelProto:
-    """A square root, which is NaN below 0."""
-    return parsed(f"(float[batch, 50] x) => (float[batch, 50] {output}) {{ {output} = Sqrt (x) }}")
+    """A square root, which is NaN above 0."""
+    return parsed(
+        f"""(float[batch, 50] x) => (float[batch, 50] {output}) {{
+            n = Neg (x)
+            {output} = Sqrt (n) }}"""
+    )
 
 
 @needs_qnn
