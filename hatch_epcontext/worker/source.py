@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,24 +90,25 @@ def ranges_for(
     """
     if model.validate.inputs != "random":
         return {}
-    ranges = input_ranges(main, sized(inputs, model))
+    return ranges_of_app(input_ranges(main, sized(inputs, model)), model)
+
+
+def ranges_of_app(ranges: Mapping[str, Range], model: Model) -> dict[str, Range]:
+    """Return ``ranges`` with those that the app keeps, as ``model`` has them."""
     return {
-        name: _of_app(range_, model.validate.ranges.get(name)) for name, range_ in ranges.items()
+        name: _of_app(range_, *ends) if (ends := model.validate.ranges.get(name)) else range_
+        for name, range_ in ranges.items()
     }
 
 
-def _of_app(known: Range, ends: tuple[float, ...] | None) -> Range:
-    """``known``, or the range with the ``ends`` that the app keeps."""
-    if ends is None:
-        return known
-    low, high = ends
+def _of_app(known: Range, low: float, high: float) -> Range:
     usual = known.usual if known.usual is not None and low <= known.usual <= high else None
     return Range(low, high, True, usual, known.whole)
 
 
-def check_ranges(onnx_model: onnx.ModelProto, model: Model) -> None:
-    """Raise ModelError if the ranges of ``model`` are not for its inputs, or not of their dtypes."""
-    by_name = {value.name: graph.facts(value) for value in graph.inputs(onnx_model.graph)}
+def check_ranges(inputs: Iterable[TensorFacts], model: Model) -> None:
+    """Raise ModelError if the ranges of ``model`` are not for its ``inputs``, or not of their dtypes."""
+    by_name = {facts.name: facts for facts in inputs}
     problems = []
     for name, ends in model.validate.ranges.items():
         key = model.key / "validate" / "ranges" / name

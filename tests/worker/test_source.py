@@ -149,7 +149,7 @@ def test_all_samples_are_within_the_ranges_that_the_app_keeps() -> None:
     made = parsed(IDS)
     settings = spec(validate=ValidateTable(ranges={"i": (-3, 999), "x": (0.5, 2)}))
     inputs = [graph.facts(value) for value in graph.inputs(made.graph)]
-    check_ranges(made, settings)
+    check_ranges(inputs, settings)
     ranges = ranges_for(typed_graph(made, settings), inputs, settings)
     for sample in samples_of(inputs, settings, ranges):
         assert not sample.far
@@ -170,8 +170,9 @@ def test_all_samples_are_within_the_ranges_that_the_app_keeps() -> None:
     ],
 )
 def test_ranges_are_those_of_inputs(ranges: dict[str, tuple[float, float]], kind: Kind) -> None:
+    inputs = [graph.facts(value) for value in graph.inputs(parsed(IDS).graph)]
     with pytest.raises(ModelError) as raised:
-        check_ranges(parsed(IDS), spec(validate=ValidateTable(ranges=ranges)))
+        check_ranges(inputs, spec(validate=ValidateTable(ranges=ranges)))
     (found,) = raised.value.problems
     assert found.kind is kind
     assert found.location == f"tool.epcontext.models[0].validate.ranges.{next(iter(ranges))}"

@@ -93,7 +93,7 @@ def _check_model(model: Model) -> ModelFacts:
     problems += hopeless or outputs_problems or refused
     if problems:
         raise ModelError(*problems)
-    check_ranges(onnx_model, model)
+    check_ranges(map(graph.facts, graph.inputs(onnx_model.graph)), model)
     state_pairs(onnx_model, model.validate.states, model.key / "validate" / "states")
     # Before anything is compiled.
     check_inputs(inputs, model, open_inputs)

@@ -217,7 +217,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto
     # onnx, with which the quantizer reads the model, refuses external data with several hard links.
     copy = shutil.copyfile if request.quantize is not None or moves else link_or_copy
     external.put_data(data, source.parent, folder, copy)
-    check_ranges(onnx_model, model)
+    check_ranges(map(graph.facts, graph.inputs(onnx_model.graph)), model)
     fix_inputs(onnx_model, model)
     graph.infer_anew(onnx_model, lambda model, names: types_of_runtime(model, source, names))
     separate_outputs(onnx_model)

@@ -60,6 +60,8 @@ from hatch_epcontext.worker.session import (
     open_session,
     runs_on_simulator,
 )
+from hatch_epcontext.worker.source import check_ranges, ranges_of_app
+from hatch_epcontext.worker.synthetic import assumed_range
 
 
 def handle(request: ValidateRequest) -> Validated:
@@ -300,7 +302,10 @@ def _reference(request: ValidateRequest) -> Reference | Arrays:
     model, own = request.model, request.context.inputs
     if request.tolerance is None or request.reference is None:
         constants = {i.name: constant(model, i) for i in own if i.name in model.constants}
-        return {**dummy_inputs(own, model, request.ranges), **constants}
+        check_ranges(own, model)
+        assumed = {tensor.name: assumed_range(tensor) for tensor in own}
+        ranges = ranges_of_app({**assumed, **request.ranges}, model)
+        return {**dummy_inputs(own, model, ranges), **constants}
     expected = read_reference(request.reference)
     if more := sorted(expected.feeds.keys() - {tensor.name for tensor in own}):
         message = f"the source model has the input {more[0]!r}, and the compiled model does not."

@@ -241,6 +241,19 @@ def test_nan_is_an_error_unless_the_cpu_has_it_there_too(tmp_path: Path) -> None
     assert "where the CPU has none" in problem.message
 
 
+def test_what_is_not_compared_has_the_values_that_the_app_keeps(tmp_path: Path) -> None:
+    request = dataclasses.replace(built(square_root(), "cpu", tmp_path), tolerance=None)
+    assert handle(request).differs
+    keeps = dataclasses.replace(request.model.validate, ranges={"x": (-2.0, -1.0)})
+    model = dataclasses.replace(request.model, validate=keeps)
+    assert not handle(dataclasses.replace(request, model=model)).differs
+    keeps = dataclasses.replace(keeps, ranges={"z": (-2.0, -1.0)})
+    model = dataclasses.replace(request.model, validate=keeps)
+    with pytest.raises(ModelError) as raised:
+        handle(dataclasses.replace(request, model=model))
+    assert raised.value.problems[0].kind is Kind.UNKNOWN_INPUT
+
+
 def test_constants_are_fed_to_the_source(tmp_path: Path) -> None:
     text = "(float[batch, 3] x, float[1] scale) => (float[batch, 3] y) { y = Mul (x, scale) }"
     request = built(parsed(text), "cpu", tmp_path, constants={"scale": 3}, inputs="ones")
