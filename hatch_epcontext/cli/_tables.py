@@ -18,7 +18,7 @@ from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Problem
 from hatch_epcontext.files import write_atomically
 from hatch_epcontext.package.wheel import MAX_SIZE
-from hatch_epcontext.providers import PROVIDERS
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.system import Terminated
 from hatch_epcontext.text import listing, show_size
 from hatch_epcontext.tools.adding import NewModel, Pyproject, add_models, left_to_do, one_line
@@ -180,7 +180,9 @@ def _usable() -> list[str]:
     # A start tries the targets in their order.
     states.sort(key=lambda s: (s.provider == "cpu", PROVIDERS[s.provider].product != "context"))
     for state in states:
-        if not state.devices:
+        provider = PROVIDERS[state.provider]
+        # Who has the plain ONNX Runtime may want none of its EPs.
+        if not state.devices and (provider.plugin or provider.distributions[0] != DISTRIBUTIONS[0]):
             warn(
                 f"{state.provider}: {state.package} is installed, but {state.reason} No target for it."
             )

@@ -19,7 +19,7 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import CompileSettings, OptionFile, Target
 from hatch_epcontext.errors import Kind, ModelError, Problem, UnavailableError
 from hatch_epcontext.files import file_sha256
-from hatch_epcontext.providers import MissingLibrary, Plugin, Provider, missing
+from hatch_epcontext.providers import DISTRIBUTIONS, MissingLibrary, Plugin, Provider, missing
 from hatch_epcontext.shipped import USER_CACHE
 from hatch_epcontext.text import listing, show
 
@@ -180,6 +180,9 @@ def add_built_in(
             f"It has {', '.join(available)}."
         )
         hint = f"Install {' or '.join(provider.distributions)} instead of it."
+        if provider.distributions[0] == DISTRIBUTIONS[0]:
+            # That of another system has it.
+            hint = f"{provider.ep} needs {provider.needs}."
         raise UnavailableError(Problem(Kind.MISSING_REQUIREMENT, "", message, hint))
     if provider.ep == "CPUExecutionProvider":
         result.add_provider(provider.ep, dict(provider_options))

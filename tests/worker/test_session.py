@@ -85,6 +85,13 @@ def test_an_ep_of_another_distribution_is_an_error(tmp_path: Path) -> None:
     assert found.hint == "Install onnxruntime-directml or onnxruntime-windowsml instead of it."
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="ONNX Runtime has Core ML there")
+def test_an_ep_of_another_system_is_an_error(tmp_path: Path) -> None:
+    found = problem(target("coreml", optimization="all"), tmp_path)
+    assert found.kind is Kind.MISSING_REQUIREMENT
+    assert found.hint == "CoreMLExecutionProvider needs macOS on Apple silicon."
+
+
 IN_NXRT = [newer_runtime, needs_nxrt]
 
 
