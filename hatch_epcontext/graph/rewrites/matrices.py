@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -199,11 +198,11 @@ def dft_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     count = int(length.item()) if length is not None else size
     if inverse and onesided and length is None:
         count = 2 * (size - 1)
+    if (values := size * parts * result[at] * result[-1]) > _MAX_VALUES:
+        return Declined(f"its matrix has {values:,} values")
     matrix = _fourier(
         size, parts, count, result[at], result[-1], inverse=inverse, onesided=onesided
     )
-    if matrix.size > _MAX_VALUES:
-        return Declined(f"its matrix has {matrix.size:,} values")
     order = [*(axis for axis in range(rank) if axis not in (at, rank - 1)), at, rank - 1]
     value = builder.transpose(value, order) if order != [*range(rank)] else value
     rows = math.prod(shape[index] for index in order[:-2])
@@ -218,18 +217,13 @@ def _fourier(
     size: int, parts: int, count: int, rows: int, results: int, *, inverse: bool, onesided: bool
 ) -> Numbers:
     """The matrix from ``size`` values of ``parts`` (1: real) to ``rows`` values of ``results`` parts."""
-    matrix = np.zeros((size, parts, rows, results))
-    for source, part in itertools.product(range(min(size, count)), range(parts)):
-        line = np.zeros(size if inverse and onesided else count, complex)
-        line[source] = 1j if part else 1
-        if inverse and onesided:
-            values = np.fft.irfft(line, count).astype(complex)
-        else:
-            values = np.fft.ifft(line) if inverse else np.fft.fft(line)
-        matrix[source, part, :, 0] = values.real[:rows]
-        if results > 1:
-            matrix[source, part, :, 1] = values.imag[:rows]
-    return matrix.reshape(size * parts, rows * results)
+    is_half = inverse and onesided
+    units = np.eye(size, size if is_half else count)[:, None] * np.array([[1], [1j]])[:parts]
+    values = np.fft.ifft(units) if inverse else np.fft.fft(units)
+    if is_half:
+        values = np.fft.irfft(units, count).astype(complex)
+    both = np.stack([values.real, values.imag], -1)
+    return both[:, :, :rows, :results].reshape(size * parts, rows * results)
 
 
 @rewrites("Col2Im")
@@ -237,31 +231,21 @@ def col2im_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     """The sums of overlapping blocks as a product with zeros and ones."""
     value = node.input[0]
     shape, result = scope.fixed_shape(value), scope.fixed_shape(node.output[0])
-    image, block = map(scope.stored_values, node.input[1:3])
-    count = image.size
+    image, block = (scope.stored_values(name).tolist() for name in node.input[1:3])
+    count, columns, values = len(image), math.prod(block) * shape[2], math.prod(image)
     strides = graph.attribute(node, "strides", [1] * count)
     dilations = graph.attribute(node, "dilations", [1] * count)
     pads = graph.attribute(node, "pads", [0] * 2 * count)
-    columns = math.prod(block) * shape[2]
-    if columns * math.prod(image) > _MAX_VALUES:
-        return Declined(f"its matrix has {columns * math.prod(image):,} values")
-    starts = [
-        range(
-            -pads[axis],
-            int(image[axis]) + pads[axis + count] - dilations[axis] * (int(block[axis]) - 1),
-            strides[axis],
-        )
-        for axis in range(count)
-    ]
-    matrix = np.zeros((columns, *map(int, image)))
-    taps = itertools.product(
-        itertools.product(*map(range, map(int, block))), itertools.product(*starts)
-    )
-    for row, (offset, start) in enumerate(taps):
-        at = tuple(s + o * d for s, o, d in zip(start, offset, dilations, strict=True))
-        if all(0 <= index < size for index, size in zip(at, image, strict=True)):
-            matrix[row][at] = 1
-    matrix = np.ascontiguousarray(matrix.reshape(columns, -1).T)
+    if columns * values > _MAX_VALUES:
+        return Declined(f"its matrix has {columns * values:,} values")
+    # The number of the value in the image for each value of each block; -1 beyond its borders.
+    padding = [*zip(pads[:count], pads[count:], strict=True)]
+    numbers = np.pad(np.arange(values).reshape(image), padding, constant_values=-1)
+    reach = [(size - 1) * dilation + 1 for size, dilation in zip(block, dilations, strict=True)]
+    windows = np.lib.stride_tricks.sliding_window_view(numbers, reach)
+    windows = windows[tuple(slice(None, None, stride) for stride in (*strides, *dilations))]
+    axes = [*range(count, 2 * count), *range(count)]
+    matrix = np.arange(values)[:, None] == windows.transpose(axes).reshape(-1)
     stored = builder.store(matrix.astype(builder.dtype))
     sizes = [result[0] * result[1], columns]
     return [builder.reshape(_times(stored, value, sizes, 1, len(matrix), builder), result)]
