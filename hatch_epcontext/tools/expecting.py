@@ -20,7 +20,7 @@ from packaging.tags import Tag
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from hatch_epcontext.errors import InspectionError, Kind, Problem
-from hatch_epcontext.package.manifest import ModelPackage, PlainMetadata, Variant
+from hatch_epcontext.package.manifest import ModelPackage, PlainMetadata, Variant, VariantMetadata
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata
 from hatch_epcontext.providers import PROVIDERS, find
 from hatch_epcontext.serialize import from_plain
@@ -168,7 +168,7 @@ def _in_wheel(place: _Place, wheels: Iterable[Wheel], machine: Machine) -> _Resu
 def _at(place: _Place, machine: Machine) -> _Result:
     if machine.runtime is None:
         return "unknown", "nothing is known of an ONNX Runtime there"
-    if place.variant.ep != CPU_EP:
+    if place.variant.ep != CPU_EP or _facts(place.variant).plugin is not None:
         return _expect_device(place.variant, machine, machine.runtime)
     # In the build the source ran beside what was compiled of it.
     of_model = tuple(place.package.components[place.component].variants.values())
@@ -193,10 +193,13 @@ def _python(machine: Machine) -> str:
     return release[0] if release else ""
 
 
+def _facts(variant: Variant) -> VariantMetadata | PlainMetadata:
+    return variant.about or from_plain(variant.additional_metadata[METADATA], PlainMetadata)
+
+
 def _expect_device(variant: Variant, machine: Machine, runtime: Runtime) -> _Result:
     """As `Opener.find_devices` and `_add_devices` of the loader, for any EP but the CPU's."""
-    plain = variant.additional_metadata[METADATA]
-    facts = variant.about or from_plain(plain, PlainMetadata)
+    facts = _facts(variant)
     if variant.ep in runtime.eps:
         return "unknown", f"only opening it shows what {variant.ep} does"
     if not runtime.lists_devices:

@@ -185,6 +185,7 @@ ABSENT = "unknown" if sys.platform == "win32" else "cannot"
         (alter, "unknown/unknown opens/opens"),
         (add("CUDAExecutionProvider", "gpu"), f"{ABSENT}/cannot {BOTH}"),
         (add("MIGraphXExecutionProvider", "gpu"), f"{ABSENT}/cannot {BOTH}"),
+        (add("CPUExecutionProvider", "npu", plugin=plugin("no_such_ep")), f"unknown/cannot {BOTH}"),
         (
             add("AcmeExecutionProvider", "npu", plugin=plugin("no_such_ep")),
             f"unknown/cannot {BOTH}",
