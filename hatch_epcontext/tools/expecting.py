@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -15,14 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
 
 from hatch_epcontext.errors import InspectionError, Kind, Problem
 from hatch_epcontext.package.manifest import ModelPackage, PlainMetadata, Variant, VariantMetadata
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata
-from hatch_epcontext.providers import PROVIDERS, find
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, find
 from hatch_epcontext.serialize import from_plain
 from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, Device
 from hatch_epcontext.text import listing
@@ -52,12 +55,16 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel with models: its packages by folder, its tags, and the versions of Python that it needs."""
+    """A wheel with models: its packages by folder, its tags, and the versions of Python that it needs.
+
+    ``requires``: what pip installs with it, or with one of its extras.
+    """
 
     path: Path
     packages: Mapping[str, ModelPackage]
     tags: frozenset[Tag]
     python: SpecifierSet
+    requires: tuple[Requirement, ...]
 
 
 def read_wheel(path: Path) -> Wheel:
@@ -79,10 +86,11 @@ def read_wheel(path: Path) -> Wheel:
             )
             metadata = ProjectMetadata.read(archive.read(name).decode())
         python = SpecifierSet(metadata.requires_python or "")
-    except (OSError, *DAMAGED_ARCHIVE, ValueError, InvalidSpecifier) as error:
+        requires = tuple(map(Requirement, metadata.dependencies))
+    except (OSError, *DAMAGED_ARCHIVE, ValueError) as error:
         message = f"its METADATA cannot be read: {error}."
         raise InspectionError(Problem(Kind.INVALID_WHEEL, str(path), message)) from error
-    return Wheel(path, inspection.packages, tags, python)
+    return Wheel(path, inspection.packages, tags, python, requires)
 
 
 @dataclass(frozen=True)
@@ -124,12 +132,13 @@ def expect(wheels: Sequence[Wheel], machine: Machine) -> list[Expectation]:
     """
     packages = {folder: package for wheel in wheels for folder, package in wheel.packages.items()}
     companions = {name for package in packages.values() for name in package.about.companions}
+    new = _installed_with(wheels, machine)
     expectations = []
     for wheel in wheels:
         for folder in (folder for folder in wheel.packages if folder not in companions):
             for (model, target), component in _firsts(wheel.packages[folder]).items():
                 place = _Place(wheel, folder, component, target)
-                answer = _in_wheel(place, wheels, machine)
+                answer = _in_wheel(place, wheels, machine, new)
                 expectations.append(Expectation(folder, model, target, *answer))
     return expectations
 
@@ -145,13 +154,29 @@ def _firsts(package: ModelPackage) -> dict[tuple[str, str], str]:
     return firsts
 
 
-def _in_wheel(place: _Place, wheels: Iterable[Wheel], machine: Machine) -> _Result:
+def _installed_with(wheels: Iterable[Wheel], machine: Machine) -> frozenset[str]:
+    """The distributions that pip installs anew there, with ``wheels`` or one of their extras."""
+    new = set()
+    for requirement in (requirement for wheel in wheels for requirement in wheel.requires):
+        name = canonicalize_name(requirement.name)
+        # A file may have a version that is none.
+        with contextlib.suppress(InvalidVersion):
+            version = Version(machine.packages.get(name, ""))
+            if requirement.specifier.contains(version, prereleases=True):
+                continue
+        new.add(name)
+    return frozenset(new)
+
+
+def _in_wheel(
+    place: _Place, wheels: Iterable[Wheel], machine: Machine, new: frozenset[str]
+) -> _Result:
     """As `_find_variant` of the loader: what is at this place, or in a companion."""
     if refusal := _refused_by_pip(place.wheel, machine):
         return "cannot", refusal
     about = place.package.components[place.component].about
     if not (module := about.modules.get(place.target)):
-        return _at(place, machine)
+        return _at(place, machine, new)
     install = place.package.about.companions.get(module, module)
     companion = next((wheel for wheel in wheels if module in wheel.packages), None)
     if companion is None:
@@ -162,10 +187,20 @@ def _in_wheel(place: _Place, wheels: Iterable[Wheel], machine: Machine) -> _Resu
     same = components.get(place.component)
     if same is None or same.about.identity != about.identity or place.target not in same.variants:
         return "cannot", f"{companion.path.name} is for another version of this model"
-    return _at(_Place(companion, module, place.component, place.target), machine)
+    return _at(_Place(companion, module, place.component, place.target), machine, new)
 
 
-def _at(place: _Place, machine: Machine) -> _Result:
+def _at(place: _Place, machine: Machine, new: frozenset[str]) -> _Result:
+    """What the loader does at this place, unless what is ``new`` there may change it."""
+    answer, reason = _as_installed(place, machine)
+    plugin = _facts(place.variant).plugin
+    own = {canonicalize_name(plugin.package)} if plugin else set()
+    if answer != "unknown" and (changing := new & own.union(DISTRIBUTIONS)):
+        return "unknown", f"{reason}, but pip installs {listing(sorted(changing))} with the wheel"
+    return answer, reason
+
+
+def _as_installed(place: _Place, machine: Machine) -> _Result:
     if machine.runtime is None:
         return "unknown", "nothing is known of an ONNX Runtime there"
     if place.variant.ep != CPU_EP or _facts(place.variant).plugin is not None:

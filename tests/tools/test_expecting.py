@@ -312,6 +312,32 @@ def test_what_pip_refuses_cannot_open(
     assert {expectation.answer for expectation in expectations} == {answer}
 
 
+def test_what_pip_installs_with_the_wheel_is_not_there_yet(release: Release, here: Machine) -> None:
+    release.add("cuda", "CUDAExecutionProvider", "gpu")
+    release.add("npu", "QNNExecutionProvider", "npu", plugin=plugin("onnxruntime_qnn"))
+    (metadata,) = release.folder.glob("*.dist-info/METADATA")
+    plain, there = metadata.read_text("utf-8"), {"onnxruntime": "1.30.0", "onnxruntime-qnn": "2.7"}
+    machine = replace(here, packages=there, platform="linux")
+    answers = {}
+    for required in (
+        "numpy",
+        "onnxruntime>=1.29",
+        "onnxruntime>=1.31",
+        'onnxruntime-gpu; extra == "gpu"',
+        'Onnxruntime_QNN>=2.8; extra == "npu"',
+    ):
+        metadata.write_text(f"Requires-Dist: {required}\n{plain}", "utf-8")
+        release.write()
+        expectations = expect([read_wheel(release.wheel)], machine)
+        answers[required] = " ".join(e.answer for e in expectations if e.target != "npu")
+        if "QNN" in required:
+            assert expectations[0].answer == "unknown"
+    opens, unknown = "cannot opens opens", "unknown unknown unknown"
+    assert list(answers.values()) == [opens, opens, unknown, unknown, opens]
+    odd = replace(machine, packages={"onnxruntime-qnn": "none"})
+    assert expect([read_wheel(release.wheel)], odd)[0].answer == "unknown"
+
+
 @pytest.mark.parametrize("name", ["my_app.whl", "my_app-1.0-py3-none-any.zip", "my_app"])
 def test_only_a_wheel_is_read(release: Release, name: str) -> None:
     release.write()
