@@ -173,13 +173,14 @@ class Builder:
         return self.add_all(op, inputs, ["output"], **attributes)[0]
 
     def add_like(
-        self, node: onnx.NodeProto, op: str, inputs: Sequence[str], domain: str = ""
+        self, node: onnx.NodeProto, op: str, inputs: Sequence[str], domain: str = "", **changed: Any
     ) -> list[str]:
         """Add a node with the name, the attributes and the number of outputs of ``node``, and return their
-        names.
+        names. ``changed``: other attributes, None for those that are left out.
         """
-        names = self.add_all(op, inputs, node.output, domain=domain)
-        self.nodes[-1].attribute.extend(node.attribute)
+        names = self.add_all(op, inputs, node.output, domain=domain, **changed)
+        kept = (attribute for attribute in node.attribute if attribute.name not in changed)
+        self.nodes[-1].attribute.extend(kept)
         self.nodes[-1].name = node.name
         return names
 
@@ -241,6 +242,14 @@ class Builder:
     def item(self, value: str, axis: int, index: int) -> str:
         """``value`` at one ``index`` of ``axis``, without that axis."""
         return self.add("Gather", value, self.store(np.int64(index)), axis=axis)
+
+    def from_start(self, index: str, sizes: ArrayLike) -> str:
+        """``index`` with numbers from the start of axes with these ``sizes``, of its dtype: negative ones
+        count from the end.
+        """
+        stored = np.asarray(sizes)
+        is_negative = self.add("Less", index, self.store(np.zeros((), stored.dtype)))
+        return self.add("Where", is_negative, self.add("Add", index, self.store(stored)), index)
 
     def concat(self, values: Sequence[str], axis: int) -> str:
         """``values`` one after another along ``axis``."""

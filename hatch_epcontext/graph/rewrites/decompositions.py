@@ -431,9 +431,7 @@ def _flat_indices(name: str, shape: Sequence[int], scope: Scope, builder: Builde
     """The number, among all parts of a ``shape``, of those that ``name`` has as indices of several axes."""
     dtype, depth = scope.known_dtype(name), scope.fixed_shape(name)[-1]
     sizes = np.array(shape[:depth], dtype)
-    is_negative = builder.add("Less", name, builder.store(np.zeros((), dtype)))
-    wrapped = builder.add("Add", name, builder.store(sizes))
-    index = builder.add("Where", is_negative, wrapped, name)
+    index = builder.from_start(name, sizes)
     factors = np.append(np.cumprod(sizes[:0:-1])[::-1], 1).astype(dtype)
     parts = builder.add("Mul", index, builder.store(factors)) if depth > 1 else index
     return builder.reduced("ReduceSum", parts, [len(scope.fixed_shape(name)) - 1], keepdims=0)

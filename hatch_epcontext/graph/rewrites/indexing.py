@@ -65,9 +65,7 @@ def one_hot_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     shape, size = scope.fixed_shape(indices), int(scope.stored_values(depth_name).item())
     axis = graph.number(node, "axis", -1) % (len(shape) + 1)
     index = builder.add("Cast", indices, to=TensorProto.INT32)
-    wrapped = builder.add("Add", index, builder.store(np.int32(size)))
-    is_negative = builder.add("Less", index, builder.store(np.int32(0)))
-    index = builder.add("Where", is_negative, wrapped, index)
+    index = builder.from_start(index, np.int32(size))
     index = builder.reshape(index, [*shape[:axis], 1, *shape[axis:]])
     numbers = np.arange(size, dtype=np.int32).reshape(-1, *[1] * (len(shape) - axis))
     hit = builder.add("Equal", index, builder.store(numbers))
@@ -178,10 +176,7 @@ def top_of_last_axis(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     order = [*range(rank)]
     order[axis], order[-1] = order[-1], order[axis]
     value = builder.transpose(node.input[0], order)
-    outputs = builder.add_like(node, "TopK", [value, *node.input[1:]])
-    for attribute in builder.nodes[-1].attribute:
-        if attribute.name == "axis":
-            attribute.i = rank - 1
+    outputs = builder.add_like(node, "TopK", [value, *node.input[1:]], axis=rank - 1)
     return [name and builder.transpose(name, order) for name in outputs]
 
 

@@ -174,9 +174,7 @@ def _indices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         if depth is None:
             return None
         indexed = sizes[:depth]
-    length = builder.store(np.array(indexed, dtype))
-    from_end = builder.add("Less", name, builder.store(np.zeros((), dtype)))
-    index = builder.add("Where", from_end, builder.add("Add", name, length), name)
+    index = builder.from_start(name, np.array(indexed, dtype))
     results = builder.add_like(node, node.op_type, [node.input[0], index, *node.input[2:]])
     # Other rewrites, which come first, find it by its name if an EP refuses it.
     builder.nodes[-1].name = node.name

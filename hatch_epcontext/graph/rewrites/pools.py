@@ -120,11 +120,7 @@ def pad_before(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         value = builder.add("Pad", value, pads=pads)
     elif any(pads):
         value = builder.add("Pad", value, builder.integers(pads))
-    (value,) = builder.add_like(node, node.op_type, [value])
-    own = builder.nodes[-1]
-    kept = [entry for entry in own.attribute if entry.name not in _PADDING]
-    del own.attribute[:]
-    own.attribute.extend(kept)
+    (value,) = builder.add_like(node, node.op_type, [value], "", **dict.fromkeys(_PADDING))
     if node.op_type == "LpPool":
         return [value]
     padding = bool(graph.number(node, "count_include_pad", 0))

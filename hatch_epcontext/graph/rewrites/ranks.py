@@ -194,13 +194,8 @@ def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
         values += [*node.input[1:3], numbers, *node.input[4:]]
     elif node.op_type in _WITH_NUMBERS:
         values += node.input[1:]
-    outputs = builder.add_like(node, node.op_type, values)
-    own = builder.nodes[-1]
-    kept = [entry for entry in own.attribute if entry.name not in ("axis", "keepdims")]
-    del own.attribute[:]
-    own.attribute.extend(kept)
-    if node.op_type in _ALONG_AXIS - {"CumSum"}:
-        own.attribute.append(onnx.helper.make_attribute("axis", at[0]))
+    axis = at[0] if node.op_type in _ALONG_AXIS - {"CumSum"} else None
+    outputs = builder.add_like(node, node.op_type, values, axis=axis, keepdims=None)
     pairs = zip(outputs, node.output, strict=True)
     return [name and builder.reshape(name, known[old]) for name, old in pairs]
 

@@ -10,7 +10,7 @@ import onnx
 from onnx import helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, copy_of
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
@@ -131,13 +131,9 @@ def drop_default_activations(node: onnx.NodeProto, scope: Scope, builder: Builde
         return None
     if names != [*DEFAULT_ACTIVATIONS[node.op_type]] * directions:
         return Declined("its activations are not the default ones")
-    result = copy_of(node)
     # The default activations have no parameters.
-    for attribute in [*result.attribute]:
-        if attribute.name in ("activations", "activation_alpha", "activation_beta"):
-            result.attribute.remove(attribute)
-    builder.append(result)
-    return list(node.output)
+    dropped = dict.fromkeys(("activations", "activation_alpha", "activation_beta"))
+    return builder.add_like(node, node.op_type, node.input, "", **dropped)
 
 
 @rewrites(*_GATES)
@@ -172,13 +168,9 @@ def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
 
 
 def _layer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> _Layer | Declined:
-    reasons = {
+    if graph.number(node, "layout", 0):
         # Nor does ONNX Runtime's CPU run it.
-        "its batch comes first": graph.number(node, "layout", 0),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            return Declined(reason)
+        return Declined("its batch comes first")
     x, r = (scope.sizes(name) or () for name in (node.input[0], node.input[2]))
     if len(x) != 3 or len(r) != 3 or scope.dtype(node.input[0]) is None:
         return Declined("the type of its input or of its weights is not known")
