@@ -165,16 +165,16 @@ def _with_limits(
 
 
 def warning(difference: Difference, values: str, cause: str = "") -> str:
-    """A sentence about a difference for inputs with these ``values``, which an app may never have.
+    """What differs for inputs with these ``values``, which an app may never have.
 
-    ``cause``: the first node that is wrong, and why, if that is known.
+    ``cause``: a sentence about the first node that is wrong, if that is known.
     """
     first, *others = (agreement for agreement in difference.agreements if agreement.differs)
     excess = first.excesses[0] if first.excesses else None
     text = f"{excess.measure} {excess.value} ({excess.limit})" if excess else first.reason
     more = f", and {count(len(others), 'other output')}" if others else ""
-    because = f", because {cause}" if cause else ""
-    return f"{values} may give wrong answers: of {first.output!r}{more}, {text}{because}"
+    sentence = f"{values} may give wrong answers: of {first.output!r}{more}, {text}"
+    return f"{sentence}. {cause}" if cause else sentence
 
 
 def _where(difference: Difference, subject: Subject) -> str:

@@ -123,6 +123,8 @@ def test_a_difference_far_from_the_ordinary_is_a_warning(tmp_path: Path) -> None
     text = warning(difference, describe_values(difference.run, found.agreed))
     assert text.startswith("'x' within 0.6 of 300 may")
     assert "may give wrong answers: of 'y', " in text
+    caused = warning(difference, "'x' of 5", "Sub y has an error of 33 %")
+    assert caused.endswith("(at least 20 dB). Sub y has an error of 33 %")
 
 
 def test_values_around_a_constant_are_judged_by_their_own_outputs(tmp_path: Path) -> None:

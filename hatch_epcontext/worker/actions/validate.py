@@ -28,7 +28,7 @@ from hatch_epcontext.worker.comparison.compare import Comparison, Difference, co
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect, nearest
 from hatch_epcontext.worker.comparison.emulation import FormattedModel, emulate
-from hatch_epcontext.worker.comparison.levels import Level, Levels, choose
+from hatch_epcontext.worker.comparison.levels import Level, Levels, choose, is_whole
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
@@ -231,8 +231,15 @@ def _judge(
 def _first_wrong(
     difference: Difference, divergence: Divergence | None, emulated: Levels | None
 ) -> str:
-    """The first node that is wrong where a run is ``emulated`` as different too, and why; empty if none."""
-    if divergence is None or emulated is None or emulated.of(difference.run).margin >= 0:
+    """The first node that is wrong where a run is ``emulated`` as different too, and why; empty if none.
+
+    Integers are exact in the emulation: what is much worse than that has another cause.
+    """
+    if divergence is None or emulated is None:
+        return ""
+    margin, run = emulated.of(difference.run).margin, difference.run
+    is_other = is_whole(run) and difference.margin < margin - GAIN
+    if margin >= 0 or is_other:
         return ""
     node = divergence.first(difference.run)
     return describe(node) if node else ""

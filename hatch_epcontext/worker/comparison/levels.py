@@ -158,11 +158,11 @@ def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
     if is_large:
         return differing[:1]
     others = [level.run for level in far if level.margin >= 0]
-    whole = [run for run in others if _is_whole(run)]
-    floats = [run for run in others if not _is_whole(run)][: not differing]
+    whole = [run for run in others if is_whole(run)]
+    floats = [run for run in others if not is_whole(run)][: not differing]
     return [*differing[:_MOST_FAR], *floats, *whole]
 
 
-def _is_whole(run: ReferenceRun) -> bool:
-    """Whether the values far from the ordinary are integers."""
-    return all(run.feeds[name].dtype.kind in "iu" for name in run.far)
+def is_whole(run: ReferenceRun) -> bool:
+    """Whether ``run`` has values far from the ordinary, all of them integers."""
+    return bool(run.far) and all(run.feeds[name].dtype.kind in "iu" for name in run.far)
