@@ -38,22 +38,28 @@ def make_folder(
     dtype: Any = "float32",
     *,
     int4: bool = False,
+    positions: bool = False,
     head_sizes: tuple[int, ...] = (HEAD_SIZE,) * LAYERS,
     **changes: Any,
 ) -> Path:
     """Write the folder, with ``changes`` of ``model`` in its genai_config.json; returns it.
 
-    ``int4``: whether the weights of products are stored in four bits. ``head_sizes``: of the layers.
+    ``int4``: whether the weights of products are stored in four bits. ``positions``: whether nodes before the
+    attention rotate, by an input. ``head_sizes``: of the layers.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    decoder, config = _decoder(np.dtype(dtype), head_sizes, int4=int4), _config(changes)
+    if positions:
+        _rotate_before(decoder.graph)
+        config["model"]["decoder"]["inputs"]["position_ids"] = "position_ids"
     onnx.save(
-        _decoder(np.dtype(dtype), head_sizes, int4=int4),
+        decoder,
         folder / "model.onnx",
         save_as_external_data=True,
         location="model.onnx.data",
         size_threshold=1024,
     )
-    files = {"genai_config": _config(changes), "tokenizer": _tokenizer()}
+    files = {"genai_config": config, "tokenizer": _tokenizer()}
     files["tokenizer_config"] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
@@ -151,6 +157,27 @@ def _decoder(dtype: np.dtype[Any], head_sizes: tuple[int, ...], *, int4: bool) -
     graph = helper.make_graph(nodes, "decoder", inputs, outputs, tensors)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def _rotate_before(graph: onnx.GraphProto) -> None:
+    """Let nodes before the attention rotate, by an input, and not the attention itself."""
+    shape = ("batch_size", "sequence_length")
+    graph.input.append(helper.make_tensor_value_info("position_ids", TensorProto.INT64, shape))
+    for node in [*graph.node]:
+        if node.op_type == "GroupQueryAttention":
+            angles = [node.input.pop() for _ in range(2)][::-1]
+            at = [*graph.node].index(node)
+            for index, heads in enumerate((HEADS, KV_HEADS)):
+                rotated = f"{node.input[index]}.rotated"
+                inputs = [node.input[index], "position_ids", *angles]
+                domain, name = node.domain, f"/{rotated}"
+                rotary = helper.make_node(
+                    "RotaryEmbedding", inputs, [rotated], name, domain=domain, num_heads=heads
+                )
+                graph.node.insert(at, rotary)
+                node.input[index] = rotated
+            (does,) = (attribute for attribute in node.attribute if attribute.name == "do_rotary")
+            does.i = 0
 
 
 def _config(changes: dict[str, Any]) -> dict[str, Any]:

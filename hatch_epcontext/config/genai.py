@@ -203,11 +203,6 @@ def _faults(
         )
         yield "context-length", message, "Lower it."
     if _has_fixed(changed) and not config.cached:
-        if "position_ids" in config.inputs:
-            message = (
-                f"{GENAI_CONFIG} has an input position_ids, which no stage of fixed sizes gets."
-            )
-            yield "path", message, "Build the folder for another EP: -e cpu."
         if table.context_length is None:
             message = "is required for targets with fixed sizes: the cache has as many slots."
             yield "context-length", message, "For example 2048."

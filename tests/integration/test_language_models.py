@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,19 @@ def test_stages_for_an_npu_give_the_same_tokens_as_the_cpu(folder: Path, tmp_pat
     request = ConverseRequest(str(package / "llama"), genai, json.dumps(overlay), plugin)
     with pytest.raises(BuildError, match="invalid dimensions"):
         Workers(100).call(request, tmp_path / "call", location="llama")
+
+
+@needs_qnn
+def test_positions_follow_from_the_length_of_the_cache(folder: Path, tmp_path: Path) -> None:
+    make_folder(folder, positions=True)
+    wheel, printed = build_project(make_project(tmp_path / "project", TOML + NPU))
+    assert "llama -> npu: onnxruntime-genai answers 4 prompts as on the CPU" in printed
+    with zipfile.ZipFile(wheel) as archive:
+        overlay = json.loads(archive.read("my_app/epcontext/llama/npu/overlay.json"))
+    stages = [stage for (stage,) in map(dict.values, overlay["model"]["decoder"]["pipeline"])]
+    assert [stage["inputs"][0] for stage in stages] == ["input_ids", "input_ids"]
+    # onnxruntime-genai feeds them to no stage.
+    assert not any("position_ids" in stage["inputs"] for stage in stages)
 
 
 def damaged_tokenizer(folder: Path) -> str:

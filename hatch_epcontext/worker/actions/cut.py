@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from hatch_epcontext.config.genai import check_layers
 from hatch_epcontext.config.settings import Model
@@ -52,7 +54,8 @@ def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
     nodes = onnx_model.graph.node if model.cut.lengths else ()
     attention = [node for node in nodes if node.op_type == "GroupQueryAttention"]
     lengths = _lengths(attention, model) if model.cut.lengths else {}
-    cut = replace(model.cut, inputs=(*model.cut.inputs, *lengths))
+    positions = _positions(onnx_model, model)
+    cut = replace(model.cut, inputs=(*model.cut.inputs, *positions, *lengths))
     optional = {value.name: value for value in graph.optional_inputs(onnx_model)}
     part = part_between(onnx_model.graph, cut, model.constants, key, optional)
     names = (*part.inputs, *part.outputs)
@@ -72,6 +75,39 @@ def _cut(onnx_model: onnx.ModelProto, model: Model) -> None:
         hint = "Cut at another tensor, or save the model with the types of all its tensors."
         raise ModelError(Problem.at(key, Kind.INVALID_CUT, message, hint))
     extract(onnx_model, part, values)
+    for name in positions:
+        _compute_positions(onnx_model.graph, name, model.cut.inputs[0], next(iter(lengths)))
+
+
+def _positions(onnx_model: onnx.ModelProto, model: Model) -> list[str]:
+    """The input with the positions of tokens, which genai feeds to no stage of fixed sizes."""
+    config = model.genai.config if model.genai and model.cut.lengths else None
+    name = config and config.inputs.get("position_ids")
+    return [value.name for value in graph.inputs(onnx_model.graph) if value.name == name]
+
+
+def _compute_positions(main: onnx.GraphProto, name: str, tokens: str, last: str) -> None:
+    """Replace the input ``name`` by the positions of ``tokens``, of which the last is at ``last``.
+
+    That is how GroupQueryAttention counts them where it rotates itself.
+    """
+    (own,) = [value for value in main.input if value.name == name]
+    main.input.remove(own)
+    constants = {f"{name}/{number}": np.array(number) for number in (0, 1)}
+    zero, one = constants
+    nodes = [
+        onnx.helper.make_node("Shape", [tokens], [f"{name}/shape"]),
+        onnx.helper.make_node("Gather", [f"{name}/shape", one], [f"{name}/count"]),
+        onnx.helper.make_node("Range", [zero, f"{name}/count", one], [f"{name}/steps"]),
+        onnx.helper.make_node("Cast", [last], [f"{name}/last"], to=onnx.TensorProto.INT64),
+        onnx.helper.make_node("Sub", [f"{name}/last", f"{name}/count"], [f"{name}/before"]),
+        onnx.helper.make_node("Add", [f"{name}/before", one], [f"{name}/first"]),
+        onnx.helper.make_node("Add", [f"{name}/first", f"{name}/steps"], [f"{name}/int64"]),
+        onnx.helper.make_node("Cast", [f"{name}/int64"], [name], to=own.type.tensor_type.elem_type),
+    ]
+    for node in reversed(nodes):
+        main.node.insert(0, node)
+    main.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items())
 
 
 def _lengths(attention: Iterable[onnx.NodeProto], model: Model) -> dict[str, onnx.ValueInfoProto]:
