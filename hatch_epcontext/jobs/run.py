@@ -274,9 +274,8 @@ def _run(
                     log(summarize(finished, seconds))
                     if finished.answers:
                         log(summarize_answers(finished))
-                    for name, validation in finished.validations.items():
-                        for line in validation_warnings(f"{job.target.name}: {name}", validation):
-                            warn(line)
+                    for line in _warnings(finished):
+                        warn(line)
                 begun.workers.pulse.mark_reported()
         except BaseException:
             # Start no waiting job, and end the running ones.
@@ -285,6 +284,12 @@ def _run(
             begun.cache.stop()
             raise
     return Result(tuple(begun.sources.values()), tuple(built), tuple(failures))
+
+
+def _warnings(built: Built) -> Iterator[str]:
+    """What the validations of a job leave open, in lines."""
+    for name, validation in built.validations.items():
+        yield from validation_warnings(f"{built.job.target.name}: {name}", validation)
 
 
 def _result(future: Future[T]) -> T:

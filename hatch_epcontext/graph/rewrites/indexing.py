@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -30,31 +31,26 @@ def pad_as_concat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     filler = np.array(graph.attribute(node, "value", 0.0), dtype)
     stored = scope.constant(filler_name) if filler_name else filler
     sizes = [*shape]
+
+    def filled(block: Sequence[int]) -> str:
+        if stored is None:
+            return builder.add("Expand", filler_name, builder.integers(block))
+        return builder.store(np.full(block, stored.item(), dtype))
+
     for index, axis in enumerate(int(axis) % len(shape) for axis in axes):
         before, after = int(pads[index]), int(pads[index + axes.size])
-        if (before, after) == (0, 0):
-            continue
-        numbers = np.arange(sizes[axis])
+        added, numbers = (max(before, 0), max(after, 0)), np.arange(sizes[axis])
         if mode != "constant":
-            numbers = np.pad(numbers, (max(before, 0), max(after, 0)), mode)  # type: ignore[call-overload]
+            numbers, added = np.pad(numbers, added, mode), (0, 0)  # type: ignore[call-overload]
         numbers = numbers[max(-before, 0) : numbers.size - max(-after, 0)]
         if not np.array_equal(numbers, np.arange(sizes[axis])):
             value = builder.add("Gather", value, builder.store(numbers), axis=axis)
-        sizes[axis] = numbers.size
-        parts = []
-        for amount, part in ((before, ""), (0, value), (after, "")):
-            block = [*sizes[:axis], amount, *sizes[axis + 1 :]]
-            if part:
-                parts.append(part)
-            elif amount > 0 and mode == "constant":
-                if math.prod(block) > _MAX_VALUES:
-                    return Declined(f"it adds {math.prod(block):,} values")
-                if stored is None:
-                    parts.append(builder.add("Expand", filler_name, builder.integers(block)))
-                else:
-                    parts.append(builder.store(np.full(block, stored.item(), dtype)))
-                sizes[axis] += amount
-        value = builder.concat(parts, axis)
+        blocks = [[*sizes[:axis], amount, *sizes[axis + 1 :]] for amount in added]
+        if (largest := max(map(math.prod, blocks))) > _MAX_VALUES:
+            return Declined(f"it adds {largest:,} values")
+        first, last = (filled(block) if block[axis] else "" for block in blocks)
+        value = builder.concat([*filter(None, (first, value, last))], axis)
+        sizes[axis] = numbers.size + sum(added)
     return [value]
 
 

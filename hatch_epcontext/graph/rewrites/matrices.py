@@ -55,11 +55,9 @@ class _Resized:
     @property
     def is_outside(self) -> NDArray[np.bool_]:
         """Whether each result is beyond the source."""
+        outside = (self.positions < 0) | (self.positions > self.size - 1)
         mode = graph.text(self.node, "coordinate_transformation_mode")
-        positions = self.positions
-        outside = (positions < 0) | (positions > self.size - 1)
-        is_crop = mode == "tf_crop_and_resize"
-        return np.asarray(outside & is_crop)
+        return np.asarray(outside & (mode == "tf_crop_and_resize"))
 
     @property
     def nearest(self) -> NDArray[np.int64]:
@@ -81,18 +79,18 @@ class _Resized:
         a = graph.attribute(self.node, "cubic_coeff_a", -0.75)
         narrow = min(self.scale, 1.0) if antialias else 1.0
         reach = math.ceil((2 if is_cubic else 1) / narrow) + 1
+        positions = self.positions[:, None]
+        columns = np.floor(positions) + np.arange(-reach, reach + 1)
+        distance = np.abs(columns - positions) * narrow
+        weights = _cubic(distance, a) if is_cubic else np.clip(1 - distance, 0, None)
         excludes = bool(graph.number(self.node, "exclude_outside", 0))
+        if excludes:
+            weights[(columns < 0) | (columns >= self.size)] = 0
+        if excludes or antialias:
+            weights /= weights.sum(axis=1, keepdims=True)
         result = np.zeros((self.result, self.size))
-        for row, position in enumerate(self.positions):
-            columns = np.arange(math.floor(position) - reach, math.floor(position) + reach + 1)
-            distance = np.abs(columns - position) * narrow
-            weights = _cubic(distance, a) if is_cubic else np.clip(1 - distance, 0, None)
-            if excludes:
-                weights[(columns < 0) | (columns >= self.size)] = 0
-                weights /= weights.sum()
-            elif antialias:
-                weights /= weights.sum()
-            np.add.at(result[row], columns.clip(0, self.size - 1), weights)
+        nearest = columns.clip(0, self.size - 1).astype(np.int64)
+        np.add.at(result, (np.arange(self.result)[:, None], nearest), weights)
         result[self.is_outside] = 0
         return result
 
