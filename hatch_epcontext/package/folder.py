@@ -164,7 +164,8 @@ def project_folder(output: PurePosixPath, tree: Tree) -> Path:
             OUTPUT,
             Kind.NO_OUTPUT_PACKAGE,
             f'an editable install cannot write to "{output}": no package of the project contains it.',
-            "Name a folder in one of the project's packages, or skip the models in editable installs.",
+            "Name a folder in one of the project's packages, of which a single module has none, or skip the "
+            "models in editable installs.",
             Setting(OUTPUT),
             Setting(Key() / "editable", "skip"),
         )
