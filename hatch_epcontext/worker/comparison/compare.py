@@ -92,10 +92,7 @@ def compare_runs(
             compared += agreeing
             if emulated is not None:
                 difference = difference.beside(emulated.of(run))
-            # The app may never have unusual inputs; but if the number format does not explain the EP's error
-            # there, the EP may be wrong elsewhere too.
-            is_wrong = emulated is not None and emulated.of(run).margin >= SENSITIVE
-            if run.usual or (is_wrong and not run.far):
+            if _counts(run, emulated):
                 return replace(result, difference=difference, agreements=difference.agreements)
             result = replace(result, unusual=(*result.unusual, difference))
             continue
@@ -103,21 +100,27 @@ def compare_runs(
         if run.far:
             # It agrees: how nearly says nothing of ordinary values.
             continue
-        if emulated is None:
-            compared += agreeing
-        else:
+        if emulated is not None:
             level = replace(Level.of(run, agreeing, reference.facts, limits), ran=True)
             result = replace(result, levels=(*result.levels, level))
             gap = _gap(level, emulated, run)
-            compared += (replace(a, gap=gap) if a is level.nearest else a for a in agreeing)
+            agreeing = [replace(a, gap=gap) if a is level.nearest else a for a in agreeing]
             is_other = is_chosen and run is not reference.runs[0]
-            if is_other and _is_as_emulated(level, emulated, runs):
-                # The others are nearer, and simulators are slow.
-                is_enough = True
+            # The others are nearer, and simulators are slow.
+            is_enough |= is_other and _is_as_emulated(level, emulated, runs)
+        compared += agreeing
         if to_beat is not None and not nearness_of(compared).is_worth(to_beat):
             result = replace(result, beaten=True)
             break
     return replace(result, agreements=worst_agreements(compared))
+
+
+def _counts(run: ReferenceRun, emulated: Levels | None) -> bool:
+    """Whether a difference for ``run`` counts: for usual inputs, or if the number format does not explain it,
+    so that the EP may be wrong elsewhere too.
+    """
+    is_wrong = emulated is not None and emulated.of(run).margin >= SENSITIVE
+    return run.usual or (is_wrong and not run.far)
 
 
 def _is_known(run: ReferenceRun, result: Comparison) -> bool:
