@@ -97,7 +97,7 @@ def compile_with_library(
     network.name = result.stem
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(prepared)):
-        raise LibraryError(_not_parsed(parser, fused))
+        raise LibraryError(_not_parsed(parser, _change(fused, target, model)))
     if problems := [*_other_tensors(network, source.graph)]:
         raise RefusedError(*problems)
     config = _configured(trt, builder, network, target, key)
@@ -244,7 +244,18 @@ def _log(trt: Any) -> Any:
     return Log()
 
 
-def _not_parsed(parser: Any, fused: Sequence[onnx.NodeProto]) -> Problem:
+def _change(fused: Sequence[onnx.NodeProto], target: Target, model: Model | None) -> str:
+    """What to do about nodes that the library's parser does not take."""
+    genai = model.genai if model else None
+    if genai and target.provider.genai_name in genai.config.providers:
+        return "Change the model there (not tried)."
+    if any(node.op_type.endswith("Attention") for node in fused):
+        # Each layer has one: no part is left.
+        return f"{_OF_THE_EP} Or change the model there (not tried)."
+    return "Change the model there, or keep only the part before or after it with cut (not tried)."
+
+
+def _not_parsed(parser: Any, hint: str) -> Problem:
     """The problem of a model with nodes that the library's parser does not take."""
     errors = [parser.get_error(index) for index in range(parser.num_errors)]
     named = [error for error in errors if error.node_operator()]
@@ -255,10 +266,6 @@ def _not_parsed(parser: Any, fused: Sequence[onnx.NodeProto]) -> Problem:
     shown = listing(list(nodes)[:_MAX_NODES]) if nodes else "the model"
     more = f" and {len(nodes) - _MAX_NODES} more" if len(nodes) > _MAX_NODES else ""
     message = f"TensorRT RTX does not take {shown}{more}{': ' if why else ''}{'; '.join(why)}."
-    hint = "Change the model there, or keep only the part before or after it with cut (not tried)."
-    if any(node.op_type.endswith("Attention") for node in fused):
-        # Each layer has one: no part is left.
-        hint = f"{_OF_THE_EP} Or change the model there (not tried)."
     return Problem(Kind.COMPILE_FAILED, "", message, hint)
 
 

@@ -13,6 +13,7 @@ import onnx
 import pytest
 from onnx import helper
 
+from hatch_epcontext.config.genai_config import Genai, read_config
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, InspectionError, Kind, Problem
 from hatch_epcontext.graph import graph
@@ -24,6 +25,7 @@ from hatch_epcontext.worker.requests import CheckRequest, ValidateRequest
 from hatch_epcontext.worker.results import ValidationStatus
 from hatch_epcontext.worker.rtx_library import check_engine, compile_with_library
 from tests.conftest import needs
+from tests.language_models import make_folder
 from tests.models import network, parsed, save, save_with_data
 from tests.worker.actions.test_compile import MODEL, compiled, target
 
@@ -141,6 +143,24 @@ def test_a_language_model_needs_another_format_or_the_driver(
     assert message in problem.message
     assert hint in (problem.hint or "")
     assert not problem.settings
+
+
+@pytest.mark.parametrize("eps", [[], [{"NvTensorRtRtx": {}}]])
+def test_only_a_folder_for_another_ep_is_to_be_built_for_this_one(
+    tmp_path: Path, eps: list[Mapping[str, Any]]
+) -> None:
+    options = {"session_options": {"provider_options": eps}}
+    config = read_config(make_folder(tmp_path / "llama", decoder=options))
+    made = parsed(
+        """(float16[1, 4, 8] x) => (float16[1, 4, 8] y)
+        { y = com.microsoft.PackedAttention <num_heads = 2> (x, x, x) }"""
+    )
+    path = save(made, tmp_path / "models" / "a.onnx")
+    model = Model("a", path, MODEL, genai=Genai(config, ()))
+    with pytest.raises(BuildError, match=r"does not take .+ \(PackedAttention\)") as raised:
+        compile_with_library(path, tmp_path / "a_ctx.onnx", rtx(), model)
+    (problem,) = raised.value.problems
+    assert ("-e NvTensorRtRtx" in (problem.hint or "")) == (not eps)
 
 
 def test_a_type_that_the_library_changes_is_refused(tmp_path: Path) -> None:
