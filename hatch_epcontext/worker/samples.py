@@ -144,7 +144,7 @@ def _varied(
     names: Counter[str] = Counter()
     has_sound = any(range_.sound for range_ in of_inputs)
     for index, pattern in enumerate(patterns()):
-        if pattern.level < FAINT and not has_sound:
+        if pattern.faintest < FAINT and not has_sound:
             continue
         if pattern == RANDOM and not states:
             continue

@@ -51,6 +51,11 @@ class Pattern:
     level: float = 1.0
     usual: bool = True
 
+    @property
+    def faintest(self) -> float:
+        """The level to which most of such floats fall."""
+        return self.level / 100 if self.signal == "decay" else self.level
+
     def nature(self, ranges: Iterable[Range]) -> str:
         """The nature of inputs with these ``ranges``, whatever their level."""
         natures = (self._nature(range_) for range_ in ranges)

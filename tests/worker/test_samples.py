@@ -72,7 +72,10 @@ def test_silence_constants_and_large_floats_are_not_usual() -> None:
 
 
 def test_only_sound_is_nearly_silent() -> None:
-    assert not any("0.0001" in each.name for each in fed([X], {"x": OPEN}))
+    names = [each.name for each in fed([X], {"x": OPEN})]
+    assert not any("0.0001" in name for name in names)
+    # It ends at a thousandth of its level.
+    assert [name for name in names if "decay" in name] == ["decay at 0.1", "decay at 1"]
 
 
 def test_integers_far_from_the_ordinary_share_samples_and_floats_have_their_own() -> None:

@@ -189,6 +189,13 @@ def _quantize(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
         yield Bound(0, (info.min - middle) * factor, (info.max - middle) * factor, "clip")
 
 
+def _counted(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """Integers of which positions are made: those of a mask."""
+    dtype = scope.dtype(node.input[0])
+    if dtype is not None and dtype.kind in "iu":
+        yield Bound(0, 0, 1, "member")
+
+
 def _positions(operand: int, table: int) -> _Rule:
     """Positions in a table of two dimensions."""
 
@@ -245,6 +252,7 @@ _RULES: Mapping[str, _Rule] = {
     "Resize": _fixed(Bound(2, 1, 2, usual=1)),
     "Upsample": _fixed(Bound(1, 1, 2, usual=1)),
     "Clip": _clip,
+    "CumSum": _counted,
     "QuantizeLinear": _quantize,
     "Where": _mask(0),
     # Tokens, segments and positions, each with its table.

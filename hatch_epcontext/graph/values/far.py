@@ -30,8 +30,8 @@ _IN_FLOATS = 65504.0
 _MAX_EXACT = 2.0**53
 """The integer up to which floats represent all integers."""
 
-_OF_SOUND = 8000.0
-"""The level of sound whose full scale is that of int16."""
+FULL_SCALE, _OF_SOUND = 32768.0, 8000.0
+"""That of int16, and the level of sound with this full scale."""
 
 _SCALED = 64
 """The divisor from which floats that a graph scales are large."""
@@ -315,9 +315,7 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     if not ordinary.is_open:
         return ordinary
     sound = uses.is_signal and looks_like_sound(facts)
-    far = [
-        Far(size / 2, size) for size in _SIZES if size / 2 <= min(uses.size, _largest(facts, uses))
-    ]
+    far = [*_larger(facts, uses)]
     far += [*_around(facts, ordinary, uses)]
     if uses.is_series and not looks_like_sound(facts):
         far.append(Far(centers=(_OFFSET,), spreads=(1.0,)))
@@ -328,12 +326,12 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     return replace(ordinary, far=tuple(far), sound=sound)
 
 
-def _largest(facts: TensorFacts, uses: Uses) -> float:
-    """The largest float of an input whose powers matter."""
-    if looks_like_image(facts):
-        return _BRIGHTEST
-    is_open = math.isinf(uses.size) and not looks_like_sound(facts)
-    return _WIDEST if is_open else math.inf
+def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
+    """The sizes of floats whose powers matter, each with differences that are smaller than itself."""
+    most = uses.size
+    if math.isinf(most):
+        most = _BRIGHTEST if looks_like_image(facts) else _WIDEST
+    yield from (Far(0.75 * size, size) for size in _SIZES if size / 2 <= most)
 
 
 def _expected(scale: float) -> float:

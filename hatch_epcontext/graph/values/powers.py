@@ -72,7 +72,8 @@ class _Sum:
 @dataclass(frozen=True)
 class Powers:
     """The ``sizes`` up to which powers of inputs matter, infinite if no size is more usual than another, and
-    the ``amounts``: inputs of which a logarithm or a root is taken, so that none is negative. ``levels``: of
+    the ``amounts``: inputs of which a logarithm or a root is taken, or by which something is divided, so that
+    none is negative. ``levels``: of
     which the mean of squares is taken, as of sound.
     """
 
@@ -166,6 +167,7 @@ class _Powers:
         if not other.inputs:
             inverse = (replace(term, factor=1 / term.factor) for term in other.terms)
             return one.times(replace(other, terms=tuple(inverse)))
+        self.logarithm(node, [other])
         is_share = one.degrees == other.degrees and len(one.degrees) == 1
         if is_share and (one.power or other.power) and not (one.weighted or other.weighted):
             # What is divided by its own norm may have any.
@@ -190,7 +192,7 @@ class _Powers:
         return replace(result, positive=base.positive or number % 2 == 0)
 
     def logarithm(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> None:
-        """Note that inputs are not negative."""
+        """Note inputs that are not negative, because something is not."""
         if operands[0].rising and not operands[0].power:
             self.amounts |= operands[0].inputs
 

@@ -25,7 +25,7 @@ from hatch_epcontext.graph.values.conventions import (
     looks_like_image,
     looks_like_sound,
 )
-from hatch_epcontext.graph.values.far import UsesOfInputs, dtype_bounds, with_far
+from hatch_epcontext.graph.values.far import FULL_SCALE, UsesOfInputs, dtype_bounds, with_far
 from hatch_epcontext.graph.values.linear import LinearTerm, LinearTerms
 from hatch_epcontext.graph.values.powers import powers_of
 
@@ -52,7 +52,7 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
     powers = powers_of(main, [facts.name for facts in floats], uses.scope)
     for facts in floats:
         is_sound = facts.name in powers.levels and looks_like_sound(facts)
-        uses.of[facts.name].size = powers.sizes.get(facts.name, math.inf if is_sound else 0.0)
+        uses.of[facts.name].size = powers.sizes.get(facts.name, FULL_SCALE if is_sound else 0.0)
         signed = facts.name not in powers.amounts
         ranges[facts.name] = replace(ranges[facts.name], signed=signed)
     return {
