@@ -56,10 +56,10 @@ def expect(
 
 
 def _look_at_prepared(loader: Any, opener: Opener) -> tuple[SimpleNamespace, str]:
-    opener.variant = loader.beside("_recompile").for_this_machine(opener.variant)
-    opener.check()
-    with opener.lock:
-        opener.find_devices()
+    module = loader.beside("_recompile")
+    place = module.find(loader, opener)
+    if place.written is None:
+        module.check_can_compile(loader, place)
     return SimpleNamespace(answer="unknown"), "it is compiled on this machine, once"
 
 

@@ -81,45 +81,66 @@ def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
         raise loader.LoadError(f"compiling it on this machine: {reason}") from error
 
 
-def _open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
-    opener.variant = variant = for_this_machine(opener.variant)
+class Place(NamedTuple):
+    """Where a context is that is compiled for ``device``, and when it was ``written``; None if it is not."""
+
+    folder: Path
+    key: str
+    written: int | None
+    prepared: Variant
+    device: Any
+
+
+def find(loader: Any, opener: Opener) -> Place:
+    """Where the context of this machine is. Raises SkipTargetError if this machine cannot have one."""
+    opener.variant = for_this_machine(opener.variant)
     opener.check()
-    prepared = _prepared(variant)
-    if opener.request.verify:
-        prepared.package.on_disk(prepared, verify=True)
+    prepared = copy.copy(opener.variant)
+    prepared.folder, prepared.file = posixpath.dirname(prepared.prepared), prepared.prepared
     with opener.lock:
         device = opener.find_devices()[0]
         key = _key_of_compiled(opener, prepared)
-    caches = loader.beside("_user_cache")
     try:
-        folder = caches.find_folder(loader) / "compiled"
+        folder: Path = loader.beside("_user_cache").find_folder(loader) / "compiled"
     except RuntimeError as error:
         # This user has no home.
         raise loader.SkipTargetError(f"{_NOTHING}: {error}") from None
-    file = folder / key / posixpath.basename(variant.file)
-    if (written := _written(file.parent)) is not None:
+    return Place(folder, key, _written(folder / key), prepared, device)
+
+
+def check_can_compile(loader: Any, place: Place) -> None:
+    """Raise SkipTargetError if nothing can be compiled into ``place``, or not yet again."""
+    if reason := _refusal(place.folder, place.key) or _reason_not_to_start():
+        raise loader.SkipTargetError(f"{_NOTHING}: {reason}")
+
+
+def _open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
+    place, request = find(loader, opener), opener.request
+    if request.verify:
+        place.prepared.package.on_disk(place.prepared, verify=True)
+    file = place.folder / place.key / posixpath.basename(opener.variant.file)
+    if place.written is not None:
         try:
             return _open_kept(loader, opener, file)
         except loader.SkipTargetError:
             raise
         except Exception as error:
             loader.log("warning", f"{file} cannot be opened any more: {error}")
-    if reason := _refusal(folder, key) or _reason_not_to_start():
-        raise loader.SkipTargetError(f"{_NOTHING}: {reason}")
+    check_can_compile(loader, place)
     try:
-        caches.make_writable(folder)
+        loader.beside("_user_cache").make_writable(place.folder)
     except OSError as error:
         raise loader.SkipTargetError(f"{_NOTHING}: {error}") from None
-    job = _plan(loader, opener, prepared, (folder, key, written), device)
-    if opener.request.recompile == "background":
+    job = _plan(loader, opener, place)
+    if request.recompile == "background":
         _compile_later(job)
         raise loader.SkipTargetError("it is compiled in the background, for a later start")
 
     def tell(text: str, level: str = "debug") -> None:
         loader.log(level, text)
-        if opener.request.progress is not None:
+        if request.progress is not None:
             # No EP gives a share to Python.
-            opener.request.progress(text, None)
+            request.progress(text, None)
 
     if reason := _compile(job, tell):
         raise loader.LoadError(reason)
@@ -127,7 +148,7 @@ def _open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
         return _open_kept(loader, opener, file)
     except Exception as error:
         # Or each start would compile it again.
-        _remember(folder, key, f"what was compiled cannot be opened: {error}")
+        _remember(place.folder, place.key, f"what was compiled cannot be opened: {error}")
         raise
 
 
@@ -141,13 +162,6 @@ def for_this_machine(variant: Variant) -> Variant:
     options = {name: value for name, value in options.items() if name not in of_chip}
     variant.settings = {**variant.settings, "provider_options": options}
     return variant
-
-
-def _prepared(variant: Variant) -> Variant:
-    """``variant`` with its prepared model in place of the context."""
-    prepared = copy.copy(variant)
-    prepared.folder, prepared.file = posixpath.dirname(variant.prepared), variant.prepared
-    return prepared
 
 
 def _open_kept(loader: Any, opener: Opener, file: Path) -> tuple[Any, str]:
@@ -182,6 +196,10 @@ def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
     # Python refuses an empty name with a ValueError.
     with contextlib.suppress(PackageNotFoundError, ValueError):
         installed.append(version(variant.plugin.get("package", "")))
+    driver = []
+    for name in variant.about.get("driver_files") or ():
+        with contextlib.suppress(OSError):
+            driver.append(Path(name).read_text(encoding="utf-8", errors="replace"))
     content = {
         # Without their folder: targets for several chips have the same.
         "model": {
@@ -192,29 +210,23 @@ def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
         "onnxruntime": ort.__version__,
         "ep": installed,
         "device": [device.device.vendor_id, device.device.device_id, sorted(facts.items())],
+        "driver": driver,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _plan(
-    loader: Any,
-    opener: Opener,
-    prepared: Variant,
-    entry: tuple[Path, str, int | None],
-    device: Any,
-) -> Job:
-    """The job that compiles ``prepared`` for ``device``; ``entry``: the folder, the key, what is stale."""
-    request, (folder, key, stale) = opener.request, entry
+def _plan(loader: Any, opener: Opener, place: Place) -> Job:
+    request, prepared = opener.request, place.prepared
     root = prepared.package.root
     model = prepared.package.on_disk(prepared, verify=True)
     advice = "onnxruntime compiles only where the path has no letters outside ASCII; rename it"
     # An app in a zip archive has them where its package was unpacked.
     script, module = Path(__file__), Path(loader.__file__)
     return Job(
-        folder=str(opener.readable(folder, "ascii", advice)),
-        key=key,
+        folder=str(opener.readable(place.folder, "ascii", advice)),
+        key=place.key,
         file=posixpath.basename(opener.variant.file),
-        stale=stale,
+        stale=place.written,
         seconds=_SECONDS,
         script=str(script if script.is_file() else root / script.name),
         path=[os.path.abspath(entry) for entry in sys.path if entry],  # noqa: PTH100
@@ -223,7 +235,7 @@ def _plan(
         component=prepared.component,
         target=prepared.target,
         model=str(opener.readable(model, "ascii", advice)),
-        library=(device.ep_name, device.ep_metadata.get("library_path", "")),
+        library=(place.device.ep_name, place.device.ep_metadata.get("library_path", "")),
         request={
             "target": request.target,
             "device": request.device,
@@ -513,15 +525,14 @@ def _opener(loader: Any, job: Job) -> Opener:
     every = itertools.chain.from_iterable(package.models.values())
     name = job.component, job.target
     variant = next(v for v in every if (v.component, v.target) == name)
-    opener: Opener = loader.Opener(for_this_machine(variant), loader.Request(**job.request))
-    opener.check()
+    opener: Opener = loader.Opener(variant, loader.Request(**job.request))
     # Where the library is a package's, that may prepare what it needs.
     with contextlib.suppress(Exception):
         importlib.import_module(variant.plugin["module"]).get_library_path()
     registration_name, library = job.library
     if library:
         opener.ort.register_execution_provider_library(registration_name, library)
-    if _key_of_compiled(opener, _prepared(opener.variant)) != job.key:
+    if find(loader, opener).key != job.key:
         raise ImportError("the process that compiles finds another device or version than the app")
     return opener
 

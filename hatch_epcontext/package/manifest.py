@@ -92,7 +92,8 @@ class VariantMetadata:
     Windows the EP crashes where the code page lacks a letter of the path. ``compares``: the loader
     asks the EP whether it can run the context. ``prepared``: the path of the prepared model in the variant's
     folder, if it is shipped, and ``chip_options`` the provider options in ``settings`` that are true of this
-    chip alone. ``group``: the name of the weight-sharing group.
+    chip alone. ``driver_files``: those in which users' systems name chip and driver. ``group``: the name of
+    the weight-sharing group.
     """
 
     product: Product
@@ -112,6 +113,7 @@ class VariantMetadata:
     compares: bool = False
     prepared: str | None = None
     chip_options: tuple[str, ...] = ()
+    driver_files: tuple[str, ...] = ()
     group: str | None = None
     boards: tuple[BoardRun, ...] = ()
 
@@ -370,6 +372,7 @@ def _variant(built: Built, model: str, folder: str, boards: tuple[BoardRun, ...]
         chip_options=tuple(
             n for n in settings.provider_options if n in target.provider.chip_options
         ),
+        driver_files=target.provider.driver_files,
         needs_device=bool(job.reason_not_to_open),
         needs_code_page=target.provider.needs_code_page and not settings.embed,
         compares=target.provider.compares,

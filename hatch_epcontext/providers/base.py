@@ -316,6 +316,9 @@ class Provider:
     """The property of a model by which the EP names what it caches of it, if it reads one: up to 63 letters
     and digits."""
 
+    driver_files: tuple[str, ...] = ()
+    """The files in which a system names the chip or the driver, where it has them: see ``_recompile.py``."""
+
     needs_code_page: bool = False
     """Whether on Windows it crashes if a sidecar's path has letters that the system's code page lacks."""
 

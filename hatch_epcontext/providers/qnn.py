@@ -340,6 +340,8 @@ class Qnn(Provider):
     simulator_speed = 3e8
     chips = _CHIPS
     chip_options = frozenset({"soc_model", "htp_arch", "vtcm_mb"})
+    # Of Linux: "socinfo" in drivers/soc/qcom.
+    driver_files = ("/sys/devices/soc0/soc_id", "/sys/devices/soc0/revision")
     options = _OPTIONS
     reserved = _RESERVED
     static_shapes = True

@@ -141,6 +141,7 @@ class TensorRTRTX(Provider):
         plugin_requirements=("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5,<0.6",),
     )
     chips = _CHIPS
+    driver_files = ("/proc/driver/nvidia/version",)
     options = _OPTIONS
     reserved = _RESERVED
     profiles = _PROFILES
