@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from hatch_epcontext.cli.app import app
+from hatch_epcontext.text import to_toml
 from hatch_epcontext.tools.libraries import try_library
 from hatch_epcontext.worker.requests import EpDevice
 from tests.cli.conftest import Cli
@@ -69,7 +70,7 @@ def test_the_target_of_a_library_outside_of_a_package_has_its_options(
     printed = cli("doctor", "--library", library, "-O", "soc_model=60").stdout
     assert " is registered as qnn, and offers:\n  qnn on cpu (" in printed
     assert "\n  qnn on cpu: compiles EP contexts, up to opset " in printed
-    assert f'library = "{library.as_posix()}"' in printed
+    assert f"library = {to_toml(str(library))}\n" in printed
     assert 'ep-name = "qnn"\n' in printed
     assert '"60"' in printed.partition("provider-options = { ")[2]
     assert "requirements" not in printed
