@@ -3,7 +3,7 @@
 Each value is followed as a sum of terms: a factor, and a degree in the inputs. Where all terms of a sum have
 the same degree, as in the mean of squares less the square of the mean, no size of the inputs is more usual
 than another. Where they have not, as in ``a x² + b x + c``, the terms are as large as each other at a size
-that the factors show.
+that the factors show. So does the factor of a power alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ _MAX_TERMS = 8
 """The most terms of one value that are followed."""
 
 _MAX_DEGREE = 4
+
+_SCALED = 100.0
+"""The size from which a factor is for large inputs: smaller ones are those of means."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class _Powers:
         one, other = operands[:2]
         if not other.inputs:
             inverse = (replace(term, factor=1 / term.factor) for term in other.terms)
-            return one.times(replace(other, terms=tuple(inverse)))
+            return self._scaled(one.times(replace(other, terms=tuple(inverse))))
         self.logarithm(node, [other])
         is_share = one.degrees == other.degrees and len(one.degrees) == 1
         if is_share and (one.power or other.power) and not (one.weighted or other.weighted):
@@ -176,8 +179,16 @@ class _Powers:
 
     def multiply(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         one, other = operands[:2]
-        product = one.times(other)
+        product = self._scaled(one.times(other))
         return replace(product, positive=product.positive or node.input[0] == node.input[1])
+
+    def _scaled(self, product: _Sum) -> _Sum:
+        """``product``; inputs for which it is 1 have the size that its factor shows, if that is large."""
+        for term in product.terms if product.power and not product.weighted else ():
+            if term.degree >= 2 and len(product.terms) == 1:
+                size = term.factor ** (-1 / term.degree)
+                self._reach(term.inputs if size >= _SCALED else (), size)
+        return product
 
     def power(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         exponent = self._scope.constant(node.input[1])

@@ -40,7 +40,8 @@ def powers(nodes: str, inputs: str = "float[4, 8] x", **stored: Any) -> Powers:
         "last": np.array([1]),
         "small": np.float32(1e-6),
     }
-    model = parsed(f"({inputs}) => (float[] y) {{ {nodes} }}", check=False, **numbers, **stored)
+    numbers |= stored
+    model = parsed(f"({inputs}) => (float[] y) {{ {nodes} }}", check=False, **numbers)
     names = [value.name for value in graph.inputs(model.graph)]
     inferred = graph.inferred(model)
     return powers_of(inferred, names, Scope(inferred, nested=True))
@@ -53,6 +54,22 @@ def test_differences_of_squares_are_of_all_sizes(nodes: str) -> None:
 
 def test_a_polynomial_is_of_the_size_at_which_its_terms_are_equal() -> None:
     assert sizes(POLYNOMIAL) == {"x": pytest.approx(1000, rel=1e-3)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size"),
+    [
+        ("p = Mul (x, x) y = Mul (p, micro)", 1000),
+        ("t = Transpose <perm = [1, 0]> (x) p = MatMul (x, t) y = Div (p, million)", 1000),
+        # Of a mean.
+        ("p = Mul (x, x) y = Mul (p, a)", None),
+        ("h = MatMul (x, weights) p = Mul (h, h) y = Mul (p, micro)", None),
+    ],
+)
+def test_the_factor_of_a_power_shows_its_size(nodes: str, size: float | None) -> None:
+    numbers = {"micro": np.float32(1e-6), "million": np.float32(1e6), "a": np.float32(1e-3)}
+    found = sizes(nodes, weights=(8, 8), **numbers)
+    assert found == ({} if size is None else {"x": pytest.approx(size, rel=1e-3)})
 
 
 def test_a_product_of_two_inputs_is_of_both() -> None:
