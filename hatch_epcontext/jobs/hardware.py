@@ -86,8 +86,9 @@ def _parse(raw: bytes) -> BoardReport:
             raise ValueError(f"it has a text that no report has: {printable(text)[:40]!r}")
     report = from_plain(content, BoardReport)
     for run in (entry.run for entry in report.entries if entry.run):
-        numbers = (run.latency, run.load, run.snr, run.samples, run.runs)
-        if not all(number is None or abs(number) < _MAX_NUMBER for number in numbers):
+        # Only a ratio in decibels may be negative.
+        numbers = (run.latency, run.load, abs(run.snr or 0.0), run.samples, run.runs)
+        if not all(number is None or 0 <= number < _MAX_NUMBER for number in numbers):
             raise ValueError("it has a number that no run has")
         if run.simulated and (run.latency, run.load) != (None, None):
             raise ValueError("it has times of a simulator, which are not those of a chip")

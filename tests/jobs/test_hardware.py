@@ -170,6 +170,7 @@ def with_run(**changes: Any) -> Callable[[dict[str, Any]], str]:
             lambda content: with_run(load=7)(content).replace(": 7,", ": 1e999,"),
             "a number that no run",
         ),
+        (with_run(latency=-0.1), "a number that no run"),
         (with_run(simulated=True), "it has times of a simulator"),
     ],
 )
