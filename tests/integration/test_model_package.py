@@ -7,7 +7,10 @@ more, and so that the ONNX Runtime behind ``ctypes`` and the one inside Python n
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import needs_qnn
+from tests.conftest import REPOSITORY, needs_qnn
 from tests.integration import open_package
 from tests.integration.conftest import Environment, copy_example, make_environment, run
 
@@ -108,3 +111,30 @@ def test_the_source_model_is_a_variant_like_any_other(app: App, tmp_path: Path) 
     del variants(content)["cpu"]
     write(package, content)
     check_opened(app, package, CPU, "source")
+
+
+def test_the_program_in_cpp_opens_the_package(app: App, tmp_path: Path) -> None:
+    """The page's example, where a compiler finds ONNX Runtime's headers, such as by CPATH."""
+    compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
+    text = (REPOSITORY / "docs" / "examples" / "model_package.cpp").read_text(encoding="utf-8")
+    # The EP's library is elsewhere, and the CPU needs none.
+    text = re.sub(r"  env\.RegisterExecutionProviderLibrary\(.*?\);\n", "", text, flags=re.DOTALL)
+    source, program = tmp_path / "main.cpp", tmp_path / "main"
+    source.write_text("#include <onnxruntime_cxx_api.h>\n", encoding="utf-8")
+    command = [compiler, "-std=c++17", str(source)]
+    if subprocess.run([*command, "-fsyntax-only"], capture_output=True, check=False).returncode:
+        pytest.skip("the compiler finds no headers of ONNX Runtime")
+    source.write_text(text, encoding="utf-8")
+    site = app.package.parents[1]
+    (library,) = (site / "onnxruntime" / "capi").glob("libonnxruntime.so*")
+    for name in ("libonnxruntime.so", "libonnxruntime.so.1"):
+        (tmp_path / name).symlink_to(library)
+    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    run(*command, "-L", tmp_path, "-lonnxruntime", "-o", program, cwd=tmp_path, env=env)
+    *_, number = run(program, cwd=site, env=env).splitlines()
+    script = (
+        "import numpy as np; from digits_app.epcontext import load; "
+        "image = np.zeros((1, 1, 8, 8), np.float32); "
+        "print(load('digits', target='cpu').run(None, {'image': image})[0][0, 0])"
+    )
+    assert float(number) == pytest.approx(float(app.environment.python("-c", script)), abs=1e-4)
