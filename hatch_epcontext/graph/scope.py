@@ -10,7 +10,7 @@ from collections import ChainMap, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence, Set
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -19,6 +19,8 @@ from onnx import helper
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.facts import TensorFacts
+
+T = TypeVar("T")
 
 _MAX_SETTINGS = 4
 """The most numbers in an input with settings."""
@@ -236,33 +238,23 @@ class Scope:
 
     def fixed_shape(self, name: str) -> tuple[int, ...]:
         """The `shape` of a value. Raises UnknownError if there is none."""
-        if (shape := self.shape(name)) is None:
-            raise UnknownError(f"the shape of {name!r} is not fixed")
-        return shape
+        return _known(self.shape(name), f"the shape of {name!r} is not fixed")
 
     def stored_values(self, name: str) -> NDArray[Any]:
         """The `constant` called ``name``. Raises UnknownError if there is none."""
-        if (values := self.constant(name)) is None:
-            raise UnknownError(f"{name!r} is computed")
-        return values
+        return _known(self.constant(name), f"{name!r} is computed")
 
     def known_type(self, name: str) -> int:
         """The `elem_type` of a value. Raises UnknownError if there is none."""
-        if (elem_type := self.elem_type(name)) is None:
-            raise UnknownError(f"the type of {name!r} is not known")
-        return elem_type
+        return _known(self.elem_type(name), f"the type of {name!r} is not known")
 
     def known_dtype(self, name: str) -> np.dtype[Any]:
         """The `dtype` of a value. Raises UnknownError if there is none."""
-        if (dtype := self.dtype(name)) is None:
-            raise UnknownError(f"the type of {name!r} is not known")
-        return dtype
+        return _known(self.dtype(name), f"the type of {name!r} is not known")
 
     def fixed_axes(self, node: onnx.NodeProto) -> list[int]:
         """The `axes` that ``node`` reduces. Raises UnknownError if there are none."""
-        if (axes := self.axes(node)) is None:
-            raise UnknownError("its axes are not known")
-        return axes
+        return _known(self.axes(node), "its axes are not known")
 
     def elem_type(self, name: str) -> int | None:
         """ONNX's number of a value's dtype; None if it is unknown, or if it is no tensor."""
@@ -277,6 +269,13 @@ class Scope:
             return np.dtype(helper.tensor_dtype_to_np_dtype(self.elem_type(name) or 0))
         except KeyError:
             return None
+
+
+def _known(value: T | None, reason: str) -> T:
+    """``value``; raises UnknownError for the ``reason`` if there is none."""
+    if value is None:
+        raise UnknownError(reason)
+    return value
 
 
 def _is_few(facts: TensorFacts) -> bool:

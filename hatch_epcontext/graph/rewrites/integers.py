@@ -51,7 +51,7 @@ def _is_rounded_down(node: onnx.NodeProto, scope: Scope) -> bool:
 
 def _truncate(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A division of what is not negative, with the sign behind it."""
-    if builder.opset < _COMPARING or not _is_rounded_down(node, scope):
+    if builder.opset < _COMPARING:
         return None
     zero, negative = builder.number(0), None
     sizes = [*node.input]
@@ -75,8 +75,6 @@ def _is_large(node: onnx.NodeProto, scope: Scope) -> bool:
 
 def _modulo(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The difference to a multiple of the divisor, with the sign that the operator gives it."""
-    if not _is_large(node, scope):
-        return None
     value, divisor = node.input
     zero = builder.number(0)
     is_signed, is_negative = (limits(name, scope)[0] < 0 for name in node.input)
@@ -107,8 +105,6 @@ def _is_truth(node: onnx.NodeProto, scope: Scope) -> bool:
 
 
 def _truth(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    if not _is_truth(node, scope):
-        return None
     dtype = _dtype(node, 0, scope)
     zero = builder.store(np.zeros((), dtype))
     return [builder.add("Not", builder.add("Equal", node.input[0], zero))]
@@ -135,7 +131,7 @@ def _bytes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
     ONNX Runtime joins two Casts, and leaves an Abs between them, which changes nothing.
     """
-    if not _is_of_bytes(node, scope) or builder.opset < _COMPARING:
+    if builder.opset < _COMPARING:
         return None
     value, to = node.input[0], graph.attribute(node, "to", 0)
     if to in _FLOATS:
@@ -161,12 +157,7 @@ def _indices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Indices from 0, without those from the end of an axis."""
     sizes, name = scope.shape(node.input[0]), graph.operand(node, 1)
     dtype = _dtype(node, 1, scope)
-    if (
-        builder.opset < _COMPARING
-        or sizes is None
-        or dtype is None
-        or not _counts_from_end(node, scope)
-    ):
+    if builder.opset < _COMPARING or sizes is None or dtype is None:
         return None
     indexed: tuple[int, ...] | int = sizes[graph.number(node, "axis", 0)] if sizes else 0
     if node.op_type == "ScatterND":
@@ -189,7 +180,7 @@ def _is_hard_swish(node: onnx.NodeProto, scope: Scope) -> bool:
 
 def _swap(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The factors in the other order, in which no EP fuses them with a Conv before."""
-    return [builder.add("Mul", *reversed(node.input))] if _is_hard_swish(node, scope) else None
+    return [builder.add("Mul", *reversed(node.input))]
 
 
 def _has_large_divisors(node: onnx.NodeProto, scope: Scope) -> bool:
@@ -205,8 +196,6 @@ def _has_large_divisors(node: onnx.NodeProto, scope: Scope) -> bool:
 
 def _multiply(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The product with the reciprocals."""
-    if not _has_large_divisors(node, scope):
-        return None
     divisors = scope.stored_values(node.input[1])
     return [builder.add("Mul", node.input[0], builder.store(np.reciprocal(divisors)))]
 
@@ -220,8 +209,6 @@ def _repeats(node: onnx.NodeProto, scope: Scope) -> bool:
 
 def _repeat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Where of values that have its shape."""
-    if not _repeats(node, scope):
-        return None
     shape = scope.fixed_shape(node.output[0])
     sizes, values = builder.integers(shape), [*node.input]
     for index, name in enumerate(values):
@@ -250,4 +237,4 @@ RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], _Applies]] = {
     "reciprocals": (_multiply, ("Div",), _has_large_divisors),
     "broadcast": (_repeat, ("Where",), _repeats),
 }
-"""Rewrites with their operators, and whether a node may need one."""
+"""Rules with their operators, and whether a node needs one: others stay as they are."""

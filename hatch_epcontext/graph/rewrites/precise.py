@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -416,6 +416,11 @@ def _floor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add(node.op_type, builder.add("Max", node.input[0], builder.number(-80)))]
 
 
+def _where(applies: Callable[[onnx.NodeProto, Scope], bool], rule: Rule) -> Rule:
+    """``rule`` for the nodes to which it ``applies``."""
+    return lambda node, scope, builder: rule(node, scope, builder) if applies(node, scope) else None
+
+
 _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
     "square": (_power, ("Pow",)),
     "mean": (_mean, ("Mul", "Div")),
@@ -433,7 +438,8 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
 
 _ALL = {name: Rewrite(name, frozenset(ops), rule) for name, (rule, ops) in _RULES.items()}
 _ALL |= {
-    name: Rewrite(name, frozenset(ops), rule) for name, (rule, ops, _) in integers.RULES.items()
+    name: Rewrite(name, frozenset(ops), _where(applies, rule))
+    for name, (rule, ops, applies) in integers.RULES.items()
 }
 
 PRECISE: Mapping[RewriteName, Rewrite] = {

@@ -145,7 +145,9 @@ def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     functions = _activations(node, layer.directions)
     if isinstance(functions, Declined):
         return functions
-    rows, within = _rows(layer), _within(layer, scope)
+    # All values of a position together; -1 stands for the features, the one size that may be unknown.
+    rows = builder.reshape(node.input[0], [layer.length * layer.batch, -1])
+    within = _within(layer, scope)
     sequences, last = list[list[str]](), list[list[str]]()
     for direction, of_direction in enumerate(functions):
         run, states, fixed = _PREPARE[node.op_type](layer, direction, of_direction)
@@ -204,14 +206,10 @@ def _select(layer: _Layer, within: str, new: str, old: str) -> str:
     return layer.add("Add", old, change)
 
 
-def _rows(layer: _Layer) -> str:
-    """The input as a matrix, (length * batch) x features, all values of a position together."""
-    # -1 stands for the features, the one size that may be unknown.
-    return layer.builder.reshape(layer.node.input[0], [layer.length * layer.batch, -1])
-
-
 def _input_part(layer: _Layer, rows: str, direction: int, fixed: str) -> list[str]:
-    """What the input adds to the gates at each position; ``fixed`` is the bias, or empty."""
+    """What the input, ``rows`` of (length * batch) x features, adds to the gates at each position; ``fixed``
+    is the bias, or empty.
+    """
     value = layer.add("MatMul", rows, layer.weight(1, direction))
     return layer.per_position(layer.add("Add", value, fixed) if fixed else value)
 
@@ -323,15 +321,11 @@ def _outputs(
     names = (*layer.node.output, "", "", "")[:3]
     values = [""] * 3
     if names[0]:
-        values[0] = builder.concat([_joined(layer, hidden) for hidden in sequences], 1)
+        every = [layer.length, 1, layer.batch, layer.hidden]
+        joined = (builder.concat(hidden, 0) for hidden in sequences)
+        values[0] = builder.concat([builder.reshape(value, every) for value in joined], 1)
     shape = [1, layer.batch, layer.hidden]
     for index, states in enumerate(zip(*last, strict=True), start=1):
         if names[index]:
             values[index] = builder.concat([builder.reshape(state, shape) for state in states], 0)
     return values
-
-
-def _joined(layer: _Layer, hidden: Sequence[str]) -> str:
-    """The hidden states of one direction, length x 1 x batch x hidden."""
-    value = layer.builder.concat(hidden, 0)
-    return layer.builder.reshape(value, [layer.length, 1, layer.batch, layer.hidden])
