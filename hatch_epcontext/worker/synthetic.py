@@ -96,18 +96,21 @@ def values(pattern: Pattern, facts: TensorFacts, range_: Range, rng: np.random.G
             usual[..., shape[-1] - shape[-1] // 2 :] = range_.low
         return usual.astype(dtype)
     array = np.asarray(_of_range(pattern, shape, range_, rng))
-    if range_.thresholds and not range_.whole:
-        array = _beside(array.astype(np.float64), np.array(range_.thresholds))
+    if range_.thresholds:
+        thresholds, least = np.array(range_.thresholds), 0.75 if range_.whole else 0.0
+        array = _beside(array.astype(np.float64), thresholds, least)
+    if range_.thresholds and range_.whole:
+        array = np.clip(np.rint(array), range_.low, range_.high)
     return array.astype(dtype)
 
 
-def _beside(numbers: Numbers, thresholds: Numbers) -> Numbers:
-    """``numbers`` that are on the same side of all ``thresholds`` after rounding."""
+def _beside(numbers: Numbers, thresholds: Numbers, distance: float) -> Numbers:
+    """``numbers`` that are on the same side of all ``thresholds`` after rounding, and at a ``distance``."""
     places = np.searchsorted(thresholds, numbers)
     for offset in (-1, 0):
         nearest = thresholds[np.clip(places + offset, 0, len(thresholds) - 1)]
         away = numbers - nearest
-        least = _ROUNDING * np.abs(nearest)
+        least = np.maximum(_ROUNDING * np.abs(nearest), distance)
         moved = nearest + np.where(away < 0, -least, least)
         numbers = np.where(np.abs(away) < least, moved, numbers)
     return numbers

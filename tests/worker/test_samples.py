@@ -234,6 +234,13 @@ def test_no_value_is_so_near_a_threshold_that_rounding_moves_it_over() -> None:
             assert (away >= least).all() or sample.far, (name, sample.name)
 
 
+def test_no_integer_is_on_a_threshold_of_floats() -> None:
+    ids = Range(0, 255, False, whole=True, thresholds=(100.0000015, 255.0))
+    for sample in fed([I], {"i": ids}):
+        assert 100 not in sample.feeds["i"]
+        assert 0 <= sample.feeds["i"].min() <= sample.feeds["i"].max() <= 255
+
+
 def test_what_is_not_signed_has_no_negative_values() -> None:
     for sample in fed([X], {"x": replace(OPEN, signed=False)}):
         assert sample.feeds["x"].min() >= 0

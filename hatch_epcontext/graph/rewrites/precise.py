@@ -225,9 +225,8 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     Spectra of audio, as in DNSMOS, have powers that float16 does not have; openWakeWord filters them. So has
     the level of sound: ``Log(ReduceMean(x²) + number)``.
     """
-    power, number = _beside_number(node.input[0], "Add", scope) or (node.input[0], 0.0)
-    if isinstance(level := _root_of_squares(power, number, scope, builder), list):
-        return [builder.add("Mul", builder.add("Log", *level), builder.number(2))]
+    if level := _root_of_level(node.input[0], scope, builder):
+        return [builder.add("Mul", builder.add("Log", level), builder.number(2))]
     limited = _at_least(node.input[0], scope)
     if limited is None:
         return None
@@ -294,6 +293,16 @@ def _root(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         return _scaled_root(node, node.input[0], 0.0, scope, builder)
     value, number = _beside_number(node.input[0], "Add", scope) or (node.input[0], 0.0)
     return _root_of_squares(value, number, scope, builder)
+
+
+def _root_of_level(value: str, scope: Scope, builder: Builder) -> str | None:
+    """That of a sum or a mean of squares, to which a number is added, or that is at least a number."""
+    added, limited = _beside_number(value, "Add", scope), _at_least(value, scope)
+    level, number = added or limited or (value, 0.0)
+    root = _root_of_squares(level, number if added else 0.0, scope, builder)
+    if not isinstance(root, list):
+        return None
+    return builder.add("Max", *root, builder.number(math.sqrt(number))) if limited else root[0]
 
 
 def _root_of_squares(value: str, number: float, scope: Scope, builder: Builder) -> Outputs:

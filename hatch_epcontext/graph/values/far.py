@@ -98,8 +98,8 @@ class Uses:
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """All numbers with which they are compared, in order."""
-        compared = [np.ravel(center.values) for center in self.centers if center.compared]
+        """All floats with which they are compared, in order."""
+        compared = [np.ravel(center.values) for center in self.centers if center.rounded]
         return tuple(map(float, np.unique(np.concatenate(compared)))) if compared else ()
 
 
@@ -107,13 +107,15 @@ class Uses:
 class Center:
     """Constants ``values``, and the ``deviation`` by which their differences are divided, if they are.
 
-    ``unit``: that of the last digits of the constants. ``compared``: whether these are thresholds.
+    ``unit``: that of the last digits of the constants. ``compared``: whether these are thresholds;
+    ``rounded``: those of floats.
     """
 
     values: Numbers
     deviation: Numbers | None = None
     unit: float = 0.0
     compared: bool = False
+    rounded: bool = False
 
 
 class UsesOfInputs:
@@ -218,11 +220,11 @@ class UsesOfInputs:
         for operand, other in ((0, 1), (1, 0)):
             value = self._terms.scope.constant(node.input[other])
             if value is not None and 0 < value.size <= _MAX_CENTERS and value.dtype.kind in "iuf":
-                center = -value.astype(np.float64) if node.op_type == "Add" else value
+                numbers = -value.astype(np.float64) if node.op_type == "Add" else value
                 compared, unit = node.op_type in _COMPARES, _unit_of(value)
-                self._add_center(
-                    node.input[operand], Center(center, self._deviation(node), unit, compared)
-                )
+                rounded = compared and value.dtype.kind == "f"
+                center = Center(numbers, self._deviation(node), unit, compared, rounded)
+                self._add_center(node.input[operand], center)
 
     def _add_difference(self, node: onnx.NodeProto) -> None:
         """That of an input's own neighbours in a series, or of values and their mean: any offset is lost."""
@@ -256,7 +258,7 @@ class UsesOfInputs:
             spread = None if spread is None else np.abs(spread / term.scale)
             if np.isfinite(values).all() and (spread is None or np.isfinite(spread).all()):
                 uses, unit = self.of[term.input], center.unit / abs(term.scale)
-                uses.centers.append(Center(values, spread, unit, center.compared))
+                uses.centers.append(Center(values, spread, unit, center.compared, center.rounded))
                 uses.reach = max(uses.reach, float(np.abs(values).max()))
 
     def _deviation(self, node: onnx.NodeProto) -> Numbers | None:
@@ -306,12 +308,12 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         return replace(ordinary, far=(Far(centers=(uses.skipping,), spreads=(0.0,)),))
     if dtype.kind in "bc" or ordinary.usual is not None:
         return ordinary
+    ordinary = replace(ordinary, thresholds=uses.thresholds)
     if not is_float(dtype):
         reach = max(uses.reach, _expected(uses.scale) if uses.scale < 1 else 0.0)
         reach = 0.0 if ordinary.is_firm else reach
         integers = replace(ordinary, floats=uses.floats, reach=reach)
         return replace(integers, far=tuple(_far_integers(facts, integers, uses)))
-    ordinary = replace(ordinary, thresholds=uses.thresholds)
     if not ordinary.is_open:
         return ordinary
     sound = uses.is_signal and looks_like_sound(facts)
