@@ -8,6 +8,7 @@ A copy of ``hatch_epcontext/_check.py`` in hatch-epcontext, under the MIT licenc
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import itertools
 import re
 from collections.abc import Sequence
@@ -75,7 +76,10 @@ def _look_at_shipped(loader: Any, opener: Opener) -> tuple[SimpleNamespace, str]
     unknown = SimpleNamespace(answer="unknown")
     if opener.fallbacks or variant.ep != loader.CPU_EP:
         # Some EPs load their libraries only when a session is opened, also simulators.
-        return unknown, f"only opening it shows what {variant.ep} does"
+        reason = f"only opening it shows what {variant.ep} does"
+        with contextlib.suppress(Exception):
+            reason += _older_ep(variant)
+        return unknown, reason
     is_source = variant.target == loader.SOURCE
     if request.session_options is not None or (request.provider_options and not is_source):
         return unknown, "only opening it shows what the app's own options do"
@@ -114,6 +118,18 @@ def _changed(loader: Any, opener: Opener) -> str:
     # A file that was changed may have the same size. With `verify` it was compared before.
     text: str = loader.damage(package.root, files, verify=not opener.request.verify)
     return text
+
+
+def _older_ep(variant: Variant) -> str:
+    """That the EP's package is of an earlier minor release than the one that compiled, or an empty text.
+
+    Such a release refuses the context: seen with each of onnxruntime-qnn 2.4 to 2.7.
+    """
+    package = variant.plugin["package"]
+    here, built = importlib.metadata.version(package), variant.about["compiled_with"][package]
+    if _numbers(here)[:2] >= _numbers(built)[:2]:
+        return ""
+    return f"; {package} {built} compiled it, and {here} is installed"
 
 
 def _numbers(version: str) -> list[int]:

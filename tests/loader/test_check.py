@@ -170,6 +170,17 @@ def test_a_simulator_may_lack_a_library_that_it_loads_later(
 
 
 @needs_qnn
+@pytest.mark.parametrize(("built", "is_named"), [("99.0.1", True), ("2.0", False)])
+def test_an_older_release_of_the_ep_than_the_one_that_compiled_is_named(
+    qnn: Shipper, built: str, is_named: bool
+) -> None:
+    app = qnn(source=None, npu=changed(QNN, compiled_with={"onnxruntime-qnn": built}))
+    (npu,) = app.check("a", device="any")
+    assert npu.answer == "unknown"
+    assert (f"; onnxruntime-qnn {built} compiled it, and " in npu.reason) == is_named
+
+
+@needs_qnn
 def test_what_is_shipped_for_another_machine_may_compile(qnn: Shipper) -> None:
     app = qnn(source=None, npu=QNN)
     damage(Path(qnn.folder / "a/npu/a_ctx.onnx"), "truncated")
