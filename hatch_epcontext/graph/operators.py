@@ -5,7 +5,8 @@ ONNX's `Operators.md` defines each. The names of other domains' operators begin 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import string
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 RESHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
@@ -115,3 +116,25 @@ FAILS_ON: Mapping[str, tuple[int, ...]] = {
 
 A Div is missing: integers can be zero.
 """
+
+
+def einsum_terms(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """The letters of the operands of an Einsum, which have these ``ranks``, and of its result.
+
+    The dimensions of an ellipsis get letters too. Raises ValueError for another number of operands.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    counts = [rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True)]
+    # The last dimensions correspond, as in broadcasting.
+    most = max(counts)
+    ellipsis = "".join([letter for letter in string.ascii_letters if letter not in equation][:most])
+    terms = [
+        term.replace("...", ellipsis[most - count :])
+        for term, count in zip(terms, counts, strict=True)
+    ]
+    if not arrow:
+        letters = "".join(terms)
+        single = sorted(e for e in set(letters) - set(ellipsis) if letters.count(e) == 1)
+        right = f"...{''.join(single)}"
+    return terms, right.replace("...", ellipsis)

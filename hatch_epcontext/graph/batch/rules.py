@@ -7,7 +7,6 @@ raises an error, they are mixed.
 from __future__ import annotations
 
 import math
-import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -380,19 +379,8 @@ def _gemm(call: Call) -> Batch:
 
 
 def _einsum(call: Call) -> Batch:
-    operands, arrow, result = graph.text(call.node, "equation").replace(" ", "").partition("->")
-    terms = []
-    for term, shape in zip(operands.split(","), call.shapes, strict=True):
-        # The axes of an ellipsis are counted from the last one.
-        count = len(shape) - len(term.replace("...", ""))
-        terms.append(term.replace("...", string.digits[:count][::-1]))
-    letters = "".join(terms)
-    hidden = "".join(sorted({c for c in letters if c.isdigit()}, reverse=True))
-    if not arrow:
-        result = hidden + "".join(
-            sorted(c for c in {*letters} - {*hidden} if letters.count(c) == 1)
-        )
-    result = result.replace("...", hidden)
+    equation = graph.text(call.node, "equation")
+    terms, result = operators.einsum_terms(equation, [*map(len, call.shapes)])
     batches = zip(terms, call.batches, strict=True)
     ((letter, inner),) = {(term[b.axis], b.inner) for term, b in batches if b is not None}
     for term, shape, batch in zip(terms, call.shapes, call.batches, strict=True):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
@@ -107,10 +106,10 @@ class _Sums:
 def einsum_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A sum of products as MatMul, Mul and ReduceSum."""
     known = [*map(scope.fixed_shape, node.input)]
-    parsed = _parse(graph.text(node, "equation"), known)
-    if isinstance(parsed, Declined):
-        return parsed
-    terms, result = parsed
+    equation = graph.text(node, "equation")
+    terms, result = operators.einsum_terms(equation, [*map(len, known)])
+    if len(set(result)) < len(result) or set(result) - set("".join(terms)):
+        return Declined(f"its equation is {equation!r}")
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, known, strict=True):
         for label, size in zip(term, shape, strict=True):
@@ -123,31 +122,6 @@ def einsum_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
         kept = result + "".join(operand.labels for operand in others)
         first = sums.multiplied(first, second, kept)
     return [sums.ordered(sums.summed(first, result), result).value]
-
-
-def _parse(equation: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str] | Declined:
-    """The letters of the operands and of the result. The dimensions of an ellipsis get letters too."""
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    unused = [label for label in string.ascii_letters if label not in equation]
-    counts = [
-        len(shape) - len(term.replace("...", "")) for term, shape in zip(terms, shapes, strict=True)
-    ]
-    # The last dimensions correspond, as in broadcasting.
-    most = max(counts)
-    ellipsis = "".join(unused[:most])
-    terms = [
-        term.replace("...", ellipsis[most - count :])
-        for term, count in zip(terms, counts, strict=True)
-    ]
-    if not arrow:
-        letters = "".join(terms)
-        single = sorted(e for e in set(letters) - set(ellipsis) if letters.count(e) == 1)
-        right = f"...{''.join(single)}"
-    result = right.replace("...", ellipsis)
-    if len(set(result)) < len(result) or set(result) - set("".join(terms)):
-        return Declined(f"its equation is {equation!r}")
-    return terms, result
 
 
 @rewrites("ReduceProd")
