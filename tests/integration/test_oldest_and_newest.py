@@ -43,7 +43,14 @@ def wheel(
     """The example's wheel with a context for OpenVINO, the optimized graph and the source."""
     project = copy_example(tmp_path_factory.mktemp("both-ends") / "digits-app")
     text = (project / "pyproject.toml").read_text(encoding="utf-8")
-    table = '[tool.epcontext.targets.openvino]\nprovider = "openvino"\ndevice = "cpu"\n\n'
+    # Processors with AMX compute in bfloat16 otherwise.
+    options = 'load_config = { CPU = { INFERENCE_PRECISION_HINT = "f32" } }'
+    table = f"""[tool.epcontext.targets.openvino]
+provider = "openvino"
+device = "cpu"
+provider-options = {{ {options} }}
+
+"""
     text = text.replace("[tool.epcontext.targets.cpu]", f"{table}[tool.epcontext.targets.cpu]")
     text += 'fallback = "source"\n'
     # The bound is that of the other NPU's EP.
