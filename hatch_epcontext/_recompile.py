@@ -448,14 +448,18 @@ def _locked(file: Path, tell: Callable[[float], object] | None = None) -> Iterat
 def _main() -> None:
     import threading
 
-    job = Job(*json.loads(sys.stdin.buffer.readline()))
+    # On Windows libraries wait for the input, while it is read, when they are loaded.
+    pipe = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with os.fdopen(pipe, "rb", closefd=False) as request:
+        job = Job(*json.loads(request.readline()))
     if sys.argv[1] == "background":
         if sys.platform != "win32":
             os.nice(19)
         _compile(job, lambda *_: None, in_turn=True)
         return
     # It ends with the app, and does not wait for an app that was forked.
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
     limit = threading.Timer(job.seconds + 60, _end)
     limit.daemon = True
     limit.start()
@@ -470,8 +474,8 @@ def _main() -> None:
         os._exit(0)
 
 
-def _end_with_input() -> None:
-    while os.read(0, 1):
+def _end_with(pipe: int) -> None:
+    while os.read(pipe, 1):
         pass
     _end()
 

@@ -29,12 +29,14 @@ import sys
 from digits_app.classify import classify, read_image
 from digits_app.epcontext import LoadError, explain, load, models, path, target_of
 
-device, image = sys.argv[1:]
+with open("starts", "a") as file:
+    file.write("x")
+device, image, *recompile = sys.argv[1:]
 device = None if device == "best" else device
 session = load("digits", device=device, verify=True)
 digit, _ = classify(session, read_image(image))
 print(models(), target_of(session), digit)
-for attempt in explain("digits", device=device):
+for attempt in explain("digits", device=device, recompile=bool(recompile)):
     print(attempt)
 with path("digits") as file:
     print(file.name, file.is_file())
@@ -51,8 +53,12 @@ def build_wheel(project: Path, out: Path, env: Env, **variables: str) -> Path:
 
 
 def hooked_example(folder: Path) -> Path:
-    """The example, which names the hook for PyInstaller."""
+    """The example, which names the hook for PyInstaller, and can be compiled on users' machines."""
     project = copy_example(folder)
+    toml = project / "pyproject.toml"
+    chip = 'chip = "snapdragon-x-elite"\n'
+    text = toml.read_text("utf-8").replace(chip, f"{chip}recompile = true\n")
+    toml.write_text(text, encoding="utf-8")
     with (project / "pyproject.toml").open("a", encoding="utf-8") as file:
         file.write(HOOK)
     return project
@@ -93,12 +99,12 @@ def freeze(environment: Environment, folder: Path, *flags: str, fails: bool = Fa
     return run(program, *command, cwd=folder, env=environment.env, fails=fails)
 
 
-def open_frozen(program: Path, device: str, folder: Path) -> list[str]:
+def open_frozen(program: Path, device: str, folder: Path, *more: str) -> list[str]:
     """What the frozen app prints on a machine of a user who has no Python."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     env = {"HOME": str(home), "LOCALAPPDATA": str(home), "TMPDIR": str(folder)}
-    printed = run(program, device, IMAGE, cwd=home, env=env).splitlines()
+    printed = run(program, device, IMAGE, *more, cwd=home, env=env).splitlines()
     # QNN's simulator prints lines of its own.
     return [line for line in printed if ":onnxruntime:" not in line and "LIBNATIVE" not in line]
 
@@ -131,6 +137,18 @@ def test_pyinstaller_freezes_the_app_with_its_models_and_eps(
     assert open_frozen(program, "cpu", tmp_path) == CPU
     skipped = "x-elite: skipped, QNNExecutionProvider finds no npu, only cpu"
     assert open_frozen(program, "best", tmp_path)[1].startswith(skipped)
+    if mode == "--onedir":
+        # Where QNN refuses the context, nothing compiles another one: the app would start again.
+        (blob,) = program.parent.rglob("digits_ctx_qnn.bin")
+        blob.write_bytes(bytes(blob.stat().st_size))
+        starts = tmp_path / "home" / "starts"
+        starts.unlink()
+        lines = open_frozen(program, "any", tmp_path, "recompile")
+        why = "the app is frozen, and a compiler needs a Python"
+        assert f"x-elite: skipped, nothing is compiled on this machine: {why}" in lines
+        assert CPU[2] in lines
+        assert starts.read_text("utf-8") == "x"
+        assert not list((tmp_path / "home").rglob("compiled"))
 
 
 def test_an_exported_package_is_frozen_without_being_installed(
