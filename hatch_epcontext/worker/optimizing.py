@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -31,12 +32,13 @@ refuses its own result if two names are equal."""
 
 def optimize(
     source: Path, result: Path, level: str, target: Target | None = None, *, fuse: bool = True
-) -> ort.InferenceSession:
+) -> Callable[[], ort.InferenceSession]:
     """Write ``source`` to ``result`` as ONNX Runtime optimizes it for the EP of ``target``.
 
-    Returns a session that runs the same graph. Without ``target`` it is optimized for no EP. ``level``:
-    ``"none"`` or ``"basic"``, which are the same for all EPs and need only the CPU's; ``"extended"`` or
-    ``"all"``, which insert operators that only that EP can run. External data stays external. Without
+    Returns what opens a session that runs the same graph. Without ``target`` it is optimized for no EP.
+    ``level``: ``"none"`` or ``"basic"``, which are the same for all EPs and need only the CPU's;
+    ``"extended"`` or ``"all"``, which insert operators that only that EP can run. External data stays
+    external. Without
     ``fuse`` nothing is folded into the weights of convolutions. For EPs that do not compute float16,
     values of float16 become float32 between casts. Raises UnavailableError when the EP is needed and
     unavailable.
@@ -63,9 +65,9 @@ def optimize(
         restored = restore_inlined(model.graph, onnx.load(result, load_external_data=False))
         onnx.save(restored, result)
         _move_external(result, data)
-        # Weights become float32 in each run, and an arena would keep all of them.
-        session_options.enable_cpu_mem_arena = False
-        return open_session(result, session_options)
+        # Only when it is needed, because the CPU makes float32 of the weights. With fewer optimizations each
+        # run would do that, and undo the quantization of weights.
+        return lambda: open_session(result, cpu_options())
     session_options.optimized_model_filepath = near(result)
     if data is not None:
         session_options.add_session_config_entry(
@@ -75,7 +77,7 @@ def optimize(
     if _INSERTED.encode() in result.read_bytes():
         onnx.save(without_prefix(onnx.load(result, load_external_data=False), _INSERTED), result)
     _move_external(result, data)
-    return session
+    return lambda: session
 
 
 def load_named(path: Path) -> onnx.ModelProto:

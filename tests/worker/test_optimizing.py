@@ -78,7 +78,7 @@ def test_float16_stays_float16_in_whole_operators(tmp_path: Path, with_data: boo
     result.parent.mkdir()
     made = half_network()
     save_with_data(made, source) if with_data else save(made, source)
-    session = optimize(source, result, "basic")
+    session = optimize(source, result, "basic")()
     found = onnx.load(result)
     assert [node.op_type for node in found.graph.node] == [
         node.op_type for node in half_network().graph.node if node.op_type != "Identity"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -44,6 +45,8 @@ from hatch_epcontext.worker.source import (
     read_source,
     typed_graph,
 )
+
+_Opening = Callable[[], ort.InferenceSession]
 
 
 def handle(request: PrepareRequest) -> Prepared:
@@ -126,14 +129,14 @@ def _dequantize(integers: Path, own: Path, request: PrepareRequest) -> tuple[Pat
 
 
 def _compare(
-    simplified: ort.InferenceSession | None,
+    simplified: _Opening | None,
     result: Path,
     expected: Reference,
     request: PrepareRequest,
     done: str | None,
     form: Path,
 ) -> None:
-    """Compare ``result``, which ``simplified`` has open if it is not None, with the source.
+    """Compare ``result``, which ``simplified`` opens if it is not None, with the source.
 
     ``done``: how its numbers were changed; ``form``: the file of the source in the form of ``expected``.
     Raises BuildError if they differ more than that explains, and than ONNX Runtime's fusions do.
@@ -142,12 +145,12 @@ def _compare(
     if done is not None:
         tolerance = request.tolerance or tolerance
         expected = for_other_numbers(expected)
-    rest, session = expected.facts.selections.rest, simplified
+    rest = expected.facts.selections.rest
     # The session that wrote it, if possible: opening the file again takes as long as simplifying it.
     if rest is not None:
         session = open_with_reads(result, rest, cpu_options())
-    elif session is None:
-        session = open_session(result, cpu_options())
+    else:
+        session = simplified() if simplified else open_session(result, cpu_options())
     name = "the source model's" if expected.facts.float_form is None else "its float form's"
     name += f" before it was {done}" if done else ""
     subject = Subject(model, "the prepared model on the CPU", name)
@@ -176,10 +179,8 @@ def _reference(
     )
 
 
-def _simplify(
-    fixed: Path, own: Path, request: PrepareRequest
-) -> tuple[Path, ort.InferenceSession | None]:
-    """The simplified model, in the folder ``own``, with a session that runs it; or ``fixed`` without one."""
+def _simplify(fixed: Path, own: Path, request: PrepareRequest) -> tuple[Path, _Opening | None]:
+    """The simplified model, in the folder ``own``, with what opens it; or ``fixed`` without that."""
     if request.simplifier == "none":
         return fixed, None
     announce(f"simplifying the model ({request.simplifier})")
@@ -193,17 +194,17 @@ def _simplify(
 
 
 def _folded_constants(
-    path: Path, session: ort.InferenceSession, folded: onnx.GraphProto, request: PrepareRequest
-) -> tuple[Path, ort.InferenceSession, onnx.GraphProto]:
+    path: Path, opening: _Opening, folded: onnx.GraphProto, request: PrepareRequest
+) -> tuple[Path, _Opening, onnx.GraphProto]:
     """The simplified model at ``path`` without values that have no numbers: some EPs crash at them."""
     model = onnx.load(path, load_external_data=False)
     if not fold_constants(model):
-        return path, session, folded
+        return path, opening, folded
     changed, result = path.with_suffix(".filled"), path.with_name(f"{path.stem}.filled.onnx")
     onnx.save(model, changed)
-    session = optimize(changed, result, "basic", fuse=request.fuse)
+    opening = optimize(changed, result, "basic", fuse=request.fuse)
     model = onnx.load(result, load_external_data=False)
-    return result, session, typed_graph(model, request.model)
+    return result, opening, typed_graph(model, request.model)
 
 
 def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto, Path]:

@@ -195,7 +195,7 @@ class _RewriteSession:
             return written, open_session(written, cpu_options())
         result = folder / "simplified" / f"{name}.onnx"
         result.parent.mkdir()
-        return result, optimize(written, result, "basic")
+        return result, optimize(written, result, "basic")()
 
     def compare(self, session: ort.InferenceSession, path: Path) -> None:
         """Raise BuildError if ``session``, which has the file ``path`` open, gives other results than the
