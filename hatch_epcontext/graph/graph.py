@@ -394,6 +394,11 @@ def dtype_name(elem_type: int) -> str:
         return "undefined"
 
 
+def type_text(elem_type: int) -> str:
+    """Return the text of schemas for tensors of an ONNX element type, such as ``"tensor(float)"``."""
+    return f"tensor({onnx.TensorProto.DataType.Name(elem_type).lower()})"
+
+
 def inferred(
     model: onnx.ModelProto,
     types: Mapping[str, onnx.TypeProto] = MappingProxyType({}),

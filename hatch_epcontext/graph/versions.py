@@ -166,7 +166,7 @@ def _takes(older: OpSchema, newer: OpSchema, node: onnx.NodeProto, scope: Scope)
             parameter = formal[min(index, len(formal) - 1)]
             elem_type = scope.elem_type(name) if name else None
             types = allowed.get(parameter.type_str, [parameter.type_str])
-            if name and (elem_type is None or _type_text(elem_type) not in types):
+            if name and (elem_type is None or graph.type_text(elem_type) not in types):
                 return False
     return True
 
@@ -183,7 +183,3 @@ def _parameters(schema: OpSchema) -> list[list[tuple[Any, str]]]:
         [(parameter.option, parameter.type_str) for parameter in side]
         for side in (schema.inputs, schema.outputs)
     ]
-
-
-def _type_text(elem_type: int) -> str:
-    return f"tensor({TensorProto.DataType.Name(elem_type).lower()})"

@@ -58,14 +58,11 @@ class _Window:
 
     def counts(self, *, padding: bool) -> Array:
         """How many values each window has, with or without those of the padding."""
+        start, end = self.before, self.before + self.size
         present = np.zeros(self.total)
-        first, last = (0, self.before + self.size + self.after)
-        if not padding:
-            first, last = self.before, self.before + self.size
-        present[first:last] = 1
-        parts = np.stack([present[self.of(offset)] for offset in range(self.kernel)])
-        counts: Array = parts.sum(axis=0)
-        return counts
+        present[0 if padding else start : end + self.after * padding] = 1
+        parts = [present[self.of(offset)] for offset in range(self.kernel)]
+        return np.asarray(np.sum(parts, axis=0))
 
 
 @rewrites("AveragePool", "LpPool", "MaxPool")

@@ -51,22 +51,17 @@ def _widen(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     for index, name in enumerate(node.input):
         new = _WIDER.get(types[index] or 0) if name else None
         formal = schema.inputs[min(index, len(schema.inputs) - 1)]
-        if new and _text(new) not in allowed.get(formal.type_str, [formal.type_str]):
+        if new and graph.type_text(new) not in allowed.get(formal.type_str, [formal.type_str]):
             return Declined(f"it takes no {graph.dtype_name(new)}")
         wide.append(_cast(name, new, scope, builder) if new else name)
-    results = builder.add_like(node, node.op_type, wide)
-    for attribute in builder.nodes[-1].attribute:
-        if attribute.name in graph.TYPE_ATTRIBUTES and attribute.i in _WIDER:
-            attribute.i = _WIDER[attribute.i]
+    named = (entry for entry in node.attribute if entry.name in graph.TYPE_ATTRIBUTES)
+    wider = {entry.name: _WIDER[entry.i] for entry in named if entry.i in _WIDER}
+    results = builder.add_like(node, node.op_type, wide, "", **wider)
     outputs = types[len(node.input) :]
     return [
         builder.add("Cast", result, to=type_) if type_ in _WIDER and result else result
         for result, type_ in zip(results, outputs, strict=True)
     ]
-
-
-def _text(elem_type: int) -> str:
-    return f"tensor({TensorProto.DataType.Name(elem_type).lower()})"
 
 
 def _cast(name: str, to: int, scope: Scope, builder: Builder) -> str:
