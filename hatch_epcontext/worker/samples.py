@@ -33,6 +33,9 @@ _MANY_FRAMES = 16
 _MAX_BYTES = 2**25
 """Bytes of one sample above which there is only the first: all are in memory at once."""
 
+_BESIDE = 200
+"""A constant over the least level of floats beside it: float16 keeps 30 dB of these."""
+
 MAX_FAR = 8
 """The most samples with values far from the ordinary."""
 
@@ -142,9 +145,9 @@ def _varied(
     seen = {_digest(first.frames)}
     natures: set[str] = set()
     names: Counter[str] = Counter()
-    has_sound = any(range_.sound for range_ in of_inputs)
+    least = _faintest([range_ for range_ in of_inputs if range_.is_open])
     for index, pattern in enumerate(patterns()):
-        if pattern.faintest < FAINT and not has_sound:
+        if pattern.faintest < least:
             continue
         if pattern == RANDOM and not states:
             continue
@@ -161,6 +164,16 @@ def _varied(
         if names[name] > 1:
             name = f"{name} ({names[name]})"
         yield Sample(name, frames, nature, pattern.usual or not is_open)
+
+
+def _faintest(ranges: Sequence[Range]) -> float:
+    """The least level of floats with these ``ranges``: of sound any; of others one that is not lost beside a
+    constant, as that of angles to which 180 is added.
+    """
+    if any(range_.sound for range_ in ranges):
+        return 0.0
+    beside = max((range_.beside for range_ in ranges), default=0.0)
+    return min(max(FAINT, beside / _BESIDE), 1.0)
 
 
 def _far(

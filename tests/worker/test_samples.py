@@ -78,6 +78,13 @@ def test_only_sound_is_nearly_silent() -> None:
     assert [name for name in names if "decay" in name] == ["decay at 0.1", "decay at 1"]
 
 
+def test_nothing_is_lost_beside_a_constant() -> None:
+    names = [each.name for each in fed([X], {"x": replace(OPEN, beside=20.0)})]
+    assert {name.rpartition(" ")[2] for name in names if " at " in name} == {"0.1", "1", "8"}
+    names = [each.name for each in fed([X], {"x": replace(OPEN, beside=1e6)})]
+    assert {name.rpartition(" ")[2] for name in names if " at " in name} == {"1", "8"}
+
+
 def test_integers_far_from_the_ordinary_share_samples_and_floats_have_their_own() -> None:
     ids = Range(0, 255, False, whole=True, far=(Far(-9, 9), Far(-(2**31), 2**31 - 1)))
     floats = replace(

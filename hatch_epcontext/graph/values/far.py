@@ -82,7 +82,7 @@ class Uses:
     are indices. ``is_signal``: whether a filter reads them. ``scale`` and ``gain``: the smallest and the
     largest factor by which it multiplies them. ``floats`` and ``reach``: as in `Range`. ``skipping``: the
     value for which a Loop has no iteration. ``is_series``: whether it subtracts neighbours from each other.
-    ``size``: up to which their powers matter, see `powers`.
+    ``size``: up to which their powers matter, see `powers`. ``beside``: as in `Range`.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -95,6 +95,7 @@ class Uses:
     skipping: float | None = None
     is_series: bool = False
     size: float = 0.0
+    beside: float = 0.0
 
     @property
     def thresholds(self) -> tuple[float, ...]:
@@ -223,6 +224,9 @@ class UsesOfInputs:
                 numbers = -value.astype(np.float64) if node.op_type == "Add" else value
                 compared, unit = node.op_type in _COMPARES, _unit_of(value)
                 rounded = compared and value.dtype.kind == "f"
+                for term in () if compared else self._numbers(node.input[operand]):
+                    uses, beside = self.of[term.input], np.abs(numbers).max() / abs(term.scale)
+                    uses.beside = max(uses.beside, float(beside))
                 center = Center(numbers, self._deviation(node), unit, compared, rounded)
                 self._add_center(node.input[operand], center)
 
@@ -308,7 +312,7 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         return replace(ordinary, far=(Far(centers=(uses.skipping,), spreads=(0.0,)),))
     if dtype.kind in "bc" or ordinary.usual is not None:
         return ordinary
-    ordinary = replace(ordinary, thresholds=uses.thresholds)
+    ordinary = replace(ordinary, thresholds=uses.thresholds, beside=uses.beside)
     if not is_float(dtype):
         reach = max(uses.reach, _expected(uses.scale) if uses.scale < 1 else 0.0)
         reach = 0.0 if ordinary.is_firm else reach

@@ -64,7 +64,7 @@ _NOISE = 0.5
 """The part of a floor by which a score may differ without counting as lost or invented."""
 
 TINY = 1e-30
-"""The signal of zeros."""
+"""The signal of zeros; smaller values are zeros."""
 
 SENSITIVE = 10.0
 """A run or emulation with a smaller margin in decibels shows that other inputs may exceed the limit: float16
@@ -441,8 +441,9 @@ class _Deviation:
 
 
 def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:
-    """Both as numbers: zeros where either is NaN, and Inf limited to the largest finite value."""
-    out, ref = np.asarray(output, np.float64), np.asarray(reference, np.float64)
+    """Both as numbers: tiny ones as zeros, zeros where either is NaN, and Inf as the largest finite value."""
+    out, ref = (np.asarray(array, np.float64) for array in (output, reference))
+    out, ref = (np.where(np.abs(array) < TINY, 0.0, array) for array in (out, ref))
     if np.isfinite(out).all() and np.isfinite(ref).all():
         return out, ref
     largest = max(float(np.abs(ref[np.isfinite(ref)]).max(initial=0.0)), 1.0)

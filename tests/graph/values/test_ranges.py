@@ -439,3 +439,11 @@ def test_constants_show_how_large_values_are(nodes: str, reach: float) -> None:
         int64 id = {{10000000000}}, int64 bits = {{1024}}, int64 buckets = {{1000}},
         float micro = {{0.000001}}, float one = {{1}}> {{ {nodes} }}"""
     assert all_of(text)["x"].reach == pytest.approx(reach, rel=1e-4)
+
+
+def test_constants_are_beside_what_they_are_added_to() -> None:
+    head = "(float[4] x, float[4] z) => (float[4] y) <float k = {180}, float two = {2}>"
+    found = all_of(f"{head} {{ d = Sub (x, z) e = Mul (z, two) f = Add (d, e) y = Add (f, k) }}")
+    assert {name: range_.beside for name, range_ in found.items()} == {"x": 45.0, "z": 45.0}
+    found = all_of(f"{head} {{ g = Less (x, k) y = Mul (z, two) }}")
+    assert {range_.beside for range_ in found.values()} == {0.0}
