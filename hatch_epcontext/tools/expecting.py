@@ -204,7 +204,8 @@ def _as_installed(place: _Place, machine: Machine) -> _Result:
     if machine.runtime is None:
         return "unknown", "nothing is known of an ONNX Runtime there"
     if place.variant.ep != CPU_EP or _facts(place.variant).plugin is not None:
-        return _expect_device(place.variant, machine, machine.runtime)
+        answer, reason = _expect_device(place.variant, machine, machine.runtime)
+        return answer, reason + (_older_ep(place.variant, machine) if answer == "unknown" else "")
     # In the build the source ran beside what was compiled of it.
     of_model = tuple(place.package.components[place.component].variants.values())
     built = of_model if place.target == SOURCE else (place.variant,)
@@ -283,6 +284,16 @@ def _doubt_wheel(wheel: Wheel, machine: Machine) -> str:
     if wheel.python and not _python(machine):
         return f"the wheel needs Python {wheel.python}, and nothing is known of that there"
     return ""
+
+
+def _older_ep(variant: Variant, machine: Machine) -> str:
+    """As in the loader's ``check``: that the EP's package there is older than the one that compiled."""
+    about, plugin = variant.about, _facts(variant).plugin
+    package = plugin.package if plugin else ""
+    built, there = about and about.compiled_with.get(package), machine.packages.get(package)
+    if not (built and there) or _numbers(there)[:2] >= _numbers(built)[:2]:
+        return ""
+    return f"; {package} {built} compiled it, and {there} is there"
 
 
 def _doubt_build(built: Iterable[Variant], runtime: Runtime) -> str:

@@ -220,6 +220,20 @@ def test_devices_decide(
     assert release.answers(here) == [answer, *BOTH.split()]
 
 
+@needs_qnn
+@pytest.mark.parametrize(("version", "is_named"), [("99.0", True), ("2.0", False)])
+def test_an_older_release_of_the_ep_than_the_one_that_compiled_is_named(
+    release: Release, here: Machine, version: str, is_named: bool
+) -> None:
+    ours = plugin("onnxruntime_qnn")
+    versions = {"onnxruntime-qnn": version}
+    release.add("new", "QNNExecutionProvider", "cpu", plugin=ours, compiled_with=versions)
+    release.write()
+    new, *_ = expect([read_wheel(release.wheel)], here)
+    assert new.answer == "unknown"
+    assert (f"; onnxruntime-qnn {version} compiled it, and " in new.reason) == is_named
+
+
 @needs("onnxruntime_ep_nv_tensorrt_rtx")
 @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has an NVIDIA GPU")
 def test_a_library_without_its_driver_cannot(release: Release, here: Machine) -> None:
