@@ -302,6 +302,28 @@ def _operator(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     return shown, *done, _code([rewrite for rewrite, _ in rewrites]), why.replace("|", r"\|")
 
 
+def _architectures() -> str:
+    """The table of language models with random weights."""
+    path = FOLDER.parent / "benchmarks" / "architectures.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    all_ends = found["architectures"]
+    rows = ((f"`{name}`", *map(_end, ends.values())) for name, ends in all_ends.items())
+    headings = ("`model.type`", *next(iter(all_ends.values())))
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return "\n".join((*_table(headings, rows), "", f"With {versions}."))
+
+
+def _end(end: Mapping[str, Any]) -> str:
+    """How the build of one architecture for one target ended."""
+    if "builder" in end:
+        return "no folder"
+    if id_ := end.get("refused"):
+        return f"[{id_}](errors.md#{id_.lower()})"
+    nodes = ", ".join(dict.fromkeys(end["nodes"]))
+    answers = f", {end['answers']} dB" if "answers" in end else ""
+    return f"{nodes}{answers}" if nodes else "shipped"
+
+
 def _faults(faults: Iterable[Fault]) -> Iterator[tuple[str, ...]]:
     """A row for the faults of an operator with one description; operators with equal rows share one."""
     nodes: dict[tuple[str, str, str | None], list[str]] = {}
@@ -635,15 +657,28 @@ def what_compiles() -> str:
         rows.append(("" if is_same else applies, _doc(stage.propose) + again))
         before.append(stage)
     table = "\n".join(_table(("if", "recipe"), rows))
-    page = (FOLDER / "what-compiles.md").read_text(encoding="utf-8")
-    for name, text in {
-        "stages": table,
-        "rewrites": _rewrites(),
-        "operators": _operators(),
-        "faults": _wrong_results(),
-    }.items():
+    return _filled(
+        "what-compiles",
+        {
+            "stages": table,
+            "rewrites": _rewrites(),
+            "operators": _operators(),
+            "faults": _wrong_results(),
+        },
+    )
+
+
+def language_models() -> str:
+    """The page about language models, with the table of what was built."""
+    return _filled("language-models", {"architectures": _architectures()})
+
+
+def _filled(name: str, parts: Mapping[str, str]) -> str:
+    """The page ``name`` with the generated ``parts`` at their comments."""
+    page = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    for part, text in parts.items():
         page = re.sub(
-            rf"(<!-- {name}: .*?-->\n).*?(\n<!-- end -->)",
+            rf"(<!-- {part}: .*?-->\n).*?(\n<!-- end -->)",
             lambda match, text=text: f"{match[1]}\n{text}\n{match[2]}",  # type: ignore[misc]
             page,
             flags=re.DOTALL,
@@ -661,6 +696,7 @@ PAGES = {
     "configuration": configuration,
     "commands": commands,
     "what-compiles": what_compiles,
+    "language-models": language_models,
 }
 """The generated pages, by their names without ``.md``."""
 

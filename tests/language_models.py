@@ -59,7 +59,7 @@ def make_folder(
         location="model.onnx.data",
         size_threshold=1024,
     )
-    files = {"genai_config": config, "tokenizer": _tokenizer()}
+    files = {"genai_config": config, "tokenizer": tokenizer()}
     files["tokenizer_config"] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
@@ -208,7 +208,8 @@ def _config(changes: dict[str, Any]) -> dict[str, Any]:
     return {"model": model, "search": search}
 
 
-def _tokenizer() -> dict[str, Any]:
+def tokenizer() -> dict[str, Any]:
+    """The tokenizer.json with one token for each byte."""
     special = ["<pad>", "<s>", "</s>"]
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]
