@@ -296,8 +296,6 @@ def _compile(job: Job, tell: Callable[..., object], *, in_turn: bool = False) ->
     Of several processes one compiles, and the others wait for it. ``tell`` gets texts about that. With
     ``in_turn`` no other process of this user compiles in the background.
     """
-    import shutil
-
     folder, what = Path(job.folder), f"{job.component} is compiled for {job.target}"
 
     def wait(seconds: float) -> None:
@@ -309,7 +307,7 @@ def _compile(job: Job, tell: Callable[..., object], *, in_turn: bool = False) ->
         # Asked again: this process may have waited for another one, which failed.
         if reason := _refusal(folder, job.key):
             return reason
-        shutil.rmtree(folder / f"{job.key}.tmp", ignore_errors=True)
+        _remove(folder / f"{job.key}.tmp")
         _sweep(folder)
         turn = _locked(folder.parents[1] / "epcontext.lock", wait)
         with turn if in_turn else contextlib.nullcontext():
@@ -337,18 +335,28 @@ def _compile_alone(job: Job, tell: Callable[[float], object]) -> str:
         elif is_lasting:
             _remember(folder, job.key, reason)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
     return reason
 
 
 def _sweep(folder: Path) -> None:
     """Remove what processes have left that were killed while they compiled."""
-    import shutil
     import sqlite3
 
     for temporary in folder.glob("*.tmp"):
         with contextlib.suppress(sqlite3.Error), _locked(temporary.with_suffix(".lock")):
-            shutil.rmtree(temporary, ignore_errors=True)
+            _remove(temporary)
+
+
+def _remove(folder: Path) -> None:
+    """Remove ``folder``: on Windows a process that has just ended may still have it open."""
+    import shutil
+
+    for _ in range(20):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
 
 
 def _run_compiler(job: Job, temporary: Path, tell: Callable[[float], object]) -> tuple[str, bool]:

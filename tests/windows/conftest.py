@@ -75,6 +75,10 @@ def make_example(folder: Path, temporary: str) -> Example:
     project = folder / "ü b"
     ignored = shutil.ignore_patterns("dist", "epcontext", "__pycache__")
     shutil.copytree(REPOSITORY / "example_project", project, ignore=ignored)
+    toml = project / "pyproject.toml"
+    chip = 'chip = "snapdragon-x-elite"\n'
+    text = toml.read_text(encoding="utf-8").replace(chip, f"{chip}recompile = true\n")
+    toml.write_text(text, encoding="utf-8")
     wheel = folder / "dist" / "digits_app-1.0.0-py3-none-any.whl"
     env = variables(folder / temporary, HATCH_EPCONTEXT_CACHE_DIR=str(folder / "cache"))
     example = Example(project, wheel, env)

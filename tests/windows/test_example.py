@@ -14,6 +14,7 @@ MODELS = {
     "digits/cpu/digits_optimized.onnx",
     "digits/x-elite/digits_ctx.onnx",
     "digits/x-elite/digits_ctx_qnn.bin",
+    "digits/x-elite/prepared",
 }
 
 
