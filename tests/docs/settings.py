@@ -158,6 +158,9 @@ BEFORE = {
 """What is run before a command."""
 
 WRITTEN_OUT = {
+    # Its output goes into a file.
+    "epcontext doctor --json '>' board.json": "epcontext doctor --json",
+    "epcontext doctor --json '>' fleet/board.json": "epcontext doctor --json",
     # The wheel is that of another project: tests/cli/test_validate_report.py validates one.
     _ON_BOARD: "epcontext validate --package my_app/epcontext --report x-elite.json",
     _WITH_SDIST: "epcontext validate --package my_app/epcontext --sdist . --report x-elite.json",
@@ -238,6 +241,14 @@ OTHER_OUTPUT: dict[str, str] = {
 
 NOT_RUN: dict[str, str] = {
     "epcontext validate --report": "names the command in a sentence",
+    "epcontext doctor WHEEL...": "names the command in a sentence",
+    **dict.fromkeys(
+        (
+            "epcontext doctor my_app-1.0-py3-none-any.whl --devices board.json --devices pc.json",
+            "epcontext doctor 'dist/*.whl' --devices fleet/board.json --devices fleet/pc.json",
+        ),
+        "needs a wheel and other machines: tests/cli/test_doctor_wheel.py has it",
+    ),
     "epcontext doctor --library PATH": "names the command in a sentence",
     "epcontext add hf://org/repo/onnx/model.onnx": "needs a network: tests/cli/test_downloads.py has it",
 }
