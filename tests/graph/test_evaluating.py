@@ -18,7 +18,7 @@ def test_a_node_is_computed_as_its_opset_defines_it() -> None:
 
 def test_operands_may_be_missing_or_the_same() -> None:
     node = helper.make_node("Clip", ["x", "", "x"], ["y"])
-    (result,) = evaluate(node, {"x": np.float32(3)}, 13)
+    (result,) = evaluate(node, {"x": np.array(3, np.float32)}, 13)
     assert result == 3
 
 
@@ -31,4 +31,4 @@ def test_what_onnx_does_not_compute_is_a_value_error(
 ) -> None:
     node = helper.make_node(operator, ["x"], ["y"], domain=domain)
     with pytest.raises(ValueError, match=f"onnx does not compute {operator}"):
-        evaluate(node, {"x": np.float32(operand)}, 17)
+        evaluate(node, {"x": np.array(operand, np.float32)}, 17)
