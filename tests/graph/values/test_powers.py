@@ -67,7 +67,11 @@ def test_a_polynomial_is_of_the_size_at_which_its_terms_are_equal() -> None:
     ],
 )
 def test_the_factor_of_a_power_shows_its_size(nodes: str, size: float | None) -> None:
-    numbers: dict[str, Any] = {"micro": np.float32(1e-6), "million": np.float32(1e6), "a": np.float32(1e-3)}
+    numbers: dict[str, Any] = {
+        "micro": np.float32(1e-6),
+        "million": np.float32(1e6),
+        "a": np.float32(1e-3),
+    }
     found = sizes(nodes, weights=(8, 8), **numbers)
     assert found == ({} if size is None else {"x": pytest.approx(size, rel=1e-3)})
 
