@@ -312,10 +312,10 @@ def _compile(job: Job, tell: Callable[..., object], *, in_turn: bool = False) ->
         turn = _locked(folder.parents[1] / "epcontext.lock", wait)
         with turn if in_turn else contextlib.nullcontext():
             tell(f"{what} on this machine, once", "warning")
-            return _compile_alone(job, lambda seconds: tell(f"{what}: {seconds:.0f} s"))
+            return _compile_locked(job, lambda seconds: tell(f"{what}: {seconds:.0f} s"))
 
 
-def _compile_alone(job: Job, tell: Callable[[float], object]) -> str:
+def _compile_locked(job: Job, tell: Callable[[float], object]) -> str:
     """Compile, while no other process does the same; ``tell`` gets the seconds that it took until then."""
     import shutil
 

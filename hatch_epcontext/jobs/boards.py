@@ -21,11 +21,11 @@ FORMAT = 1
 MAX_TEXT = 500
 """The most characters of a text in a report: they become a part of messages and of the manifest."""
 
-Verdict = Literal["agrees", "sensitive", "differs", "inconclusive", "not-compared"]
+BoardVerdict = Literal["agrees", "sensitive", "differs", "inconclusive", "not-compared"]
 """What a report says of a target that was run."""
 
 
-_IN_WORDS: Mapping[Verdict, str] = {
+_IN_WORDS: Mapping[BoardVerdict, str] = {
     "sensitive": "agrees, but is SENSITIVE,",
     "inconclusive": "ran, INCONCLUSIVE,",
     "not-compared": "ran, NOT compared,",
@@ -44,7 +44,7 @@ class BoardRun:
     seconds of ``runs`` after a warm-up, and ``load`` the seconds to open it; None of a simulator.
     """
 
-    verdict: Verdict
+    verdict: BoardVerdict
     chip: str
     driver: str
     system: str
@@ -97,7 +97,7 @@ def as_text(text: str) -> str:
     return printable(text)[:MAX_TEXT]
 
 
-def verdict_of(validation: Validation) -> Verdict:
+def verdict_of(validation: Validation) -> BoardVerdict:
     """The verdict of a ``validation`` on the device."""
     if validation.differs:
         return "differs"

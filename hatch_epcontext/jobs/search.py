@@ -208,14 +208,16 @@ def _verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
     if any(one.beaten for one in validated.values()):
         return Verdict("beaten", margin, gap)
     unusual = sum(one.unusual for one in validated.values())
-    is_sensitive = unusual or any(a.status is AgreementStatus.SENSITIVE for a in agreements)
+    status: Literal["agrees", "sensitive", "not-run"] = "agrees" if agreements else "not-run"
+    if unusual or any(a.status is AgreementStatus.SENSITIVE for a in agreements):
+        status = "sensitive"
     return Verdict(
-        "sensitive" if is_sensitive else "agrees" if agreements else "not-run",
+        status,
         max(0.0, margin),
         gap,
-        bool(unusual) or any(emulation.in_format for emulation in emulations),
-        any(emulation.inexact for emulation in emulations),
-        unusual,
+        in_format=bool(unusual) or any(emulation.in_format for emulation in emulations),
+        in_layers=any(emulation.inexact for emulation in emulations),
+        unusual=unusual,
     )
 
 

@@ -33,8 +33,8 @@ def compile_context(
     """
     provider = target.provider
     key = None if model is None else model.key
-    refused = partial(describe_refused, prepared, target)
-    with explaining(provider, lambda: _graph(prepared), key, refused):
+    describe = partial(describe_refused, prepared, target)
+    with explaining(provider, lambda: _graph(prepared), key, describe):
         try:
             _compile(prepared, result, target, session_options or {})
         except Exception as error:
@@ -44,7 +44,7 @@ def compile_context(
             ):
                 raise
     if not result.is_file():
-        raise nothing_compiled(provider, _graph(prepared), key, refused)
+        raise nothing_compiled(provider, _graph(prepared), key, describe)
 
 
 def _compile(
