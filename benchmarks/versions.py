@@ -71,7 +71,7 @@ except LoadError as error:
 
 @dataclass(frozen=True)
 class Opening:
-    """What became of a model: the reason why it did not open, or the logits, float32, shape (10,)."""
+    """How a model opened: the reason why it did not, or the logits, float32, shape (10,)."""
 
     reason: str = ""
     logits: Sequence[float] = ()
@@ -79,7 +79,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Row:
-    """The versions of the packages in an environment, by name, and what became of each model there."""
+    """The versions of the packages in an environment, by name, and how each model opened there."""
 
     versions: Mapping[str, str]
     openings: Mapping[str, Opening]

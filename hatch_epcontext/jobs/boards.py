@@ -65,7 +65,7 @@ class BoardRun:
 
 @dataclass(frozen=True)
 class BoardEntry:
-    """The variant ``target`` of the component ``model``, and what became of it.
+    """The variant ``target`` of the component ``model``, and how it ran.
 
     ``source_sha256``: what identifies the source and its sizes, as `Source.identity`. ``files``: those of the
     variant by their path in its folder; ``reference``: those of the variant that it was compared with.

@@ -350,8 +350,8 @@ def _to_beat(search: Search, attempt: Attempt) -> Nearness | None:
         if other.is_whole and other.recipe.dequantize == attempt.recipe.dequantize
     )
     # What only warns may be as near, and right for more samples.
-    rivals = [v.nearness for v in verdicts if v and not v.differs and not v.unusual]
-    best = max(rivals, key=lambda rival: (rival.margin, -rival.gap), default=None)
+    nearnesses = [v.nearness for v in verdicts if v and not v.differs and not v.unusual]
+    best = max(nearnesses, key=lambda nearness: (nearness.margin, -nearness.gap), default=None)
     return best if attempt.is_whole and best and math.isfinite(best.margin) else None
 
 
