@@ -154,7 +154,7 @@ def with_run(**changes: Any) -> Callable[[dict[str, Any]], str]:
         (lambda content: json.dumps(content)[:-9], "line 1 column"),
         (lambda content: "[" * 100_000, "it has too many levels"),
         (
-            lambda content: '{"format": 1, "entries": ' + '{"a":' * 400 + "1" + "}" * 401,
+            lambda content: '{"format": 1, "entries": ' + '{"a":' * 2000 + "1" + "}" * 2001,
             "it has too many levels",
         ),
         (lambda content: "[]", "it is no report of epcontext validate"),
