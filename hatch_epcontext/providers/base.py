@@ -30,6 +30,9 @@ IN_PROFILES = "write the shapes into profiles"
 OF_THE_APP = "an address in memory, which only the app can give: load(..., provider_options={...})"
 """Why an option for an address is reserved."""
 
+NVIDIA_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+"""The command of NVIDIA's driver that lists its GPUs, for `Provider.device_query`."""
+
 KEEPS_NO_FILES = "it writes files beside the artifact, and a build keeps none of them"
 """Why an option for debugging is reserved."""
 

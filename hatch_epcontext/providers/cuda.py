@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import OF_THE_APP, Provider, Tolerance
+from hatch_epcontext.providers.base import NVIDIA_QUERY, OF_THE_APP, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, choice, named
 
 _OPTIONS: Mapping[str, Option] = {
@@ -51,7 +51,7 @@ class Cuda(Provider):
     # TF32 has ten bits of mantissa.
     tolerance = Tolerance(snr=30, cosine=0.999)
     needs = "an NVIDIA GPU, CUDA and cuDNN"
-    device_query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    device_query = NVIDIA_QUERY
     verified = "Optimized, loaded and run. Without a GPU the CPU runs the graph."
     hardware = "Verified on an NVIDIA H200."
     systems = ("linux", "win32")

@@ -9,6 +9,7 @@ from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, NumberFormat
 from hatch_epcontext.providers.base import (
     IN_PROFILES,
     KEEPS_NO_FILES,
+    NVIDIA_QUERY,
     OF_THE_APP,
     ProfileOptions,
     Provider,
@@ -87,7 +88,7 @@ class TensorRT(Provider):
     exclusive_device = True
     tolerance = Tolerance(snr=20, cosine=0.99)
     needs = "an NVIDIA GPU, CUDA and TensorRT"
-    device_query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    device_query = NVIDIA_QUERY
     verified = "Up to the error that TensorRT and CUDA are missing."
     systems = ("linux", "win32")
     options = _OPTIONS

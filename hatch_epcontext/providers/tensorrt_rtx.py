@@ -12,6 +12,7 @@ from hatch_epcontext.providers.base import (
     HEADER,
     IN_PROFILES,
     KEEPS_NO_FILES,
+    NVIDIA_QUERY,
     OF_THE_APP,
     Chip,
     CompilerLibrary,
@@ -103,7 +104,7 @@ class TensorRTRTX(Provider):
     exclusive_device = True
     tolerance = Tolerance(snr=20, cosine=0.99)
     needs = "an NVIDIA RTX GPU of compute capability 8.6, 8.9, or 12.0 and newer"
-    device_query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    device_query = NVIDIA_QUERY
     verified = (
         "Compiled. On an H100 that was reported to it as an RTX GPU, the EP read every context, up to the "
         "loading of GPU code."

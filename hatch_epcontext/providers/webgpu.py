@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hatch_epcontext.providers.base import OF_THE_APP, Plugin, Provider, Tolerance
+from hatch_epcontext.providers.base import NVIDIA_QUERY, OF_THE_APP, Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, choice, named
 
 _CACHED = choice("disabled lazyRelease simple bucket", "load")
@@ -57,7 +57,7 @@ class WebGpu(Provider):
     open_shapes_on = ("gpu",)
     tolerance = Tolerance(snr=30, cosine=0.999)
     needs = "a GPU with a driver for Vulkan (on Linux with libvulkan.so.1), Direct3D 12 or Metal"
-    device_query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    device_query = NVIDIA_QUERY
     verified = "Optimized, loaded and run. Without a GPU the CPU runs the graph."
     hardware = "Verified on an NVIDIA H200, with Linux and Vulkan."
     requirements = ("onnxruntime-ep-webgpu>=0.4",)

@@ -352,7 +352,7 @@ def compilers(qnn: Shipper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def explained(app: Any) -> str:
-    """What became of compiling on this machine; the app has opened the source."""
+    """How compiling on this machine ended; the app has opened the source."""
     attempts = app.explain("a", device="any", recompile=True)
     assert outcomes(attempts)[2:] == [("source", "opened")], attempts
     return str(attempts[1])
