@@ -64,11 +64,17 @@ def _compiled_by_apps() -> Iterator[tuple[str, str, str, str, str]]:
         records += Path(platformdirs.user_cache_dir()).glob("*/compiled/*/files.json")
     for record in sorted(records):
         folder = record.parent
-        files = {
-            file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file != record
-        }
+        try:
+            files = {
+                file.name: file.stat().st_size
+                for file in sorted(folder.iterdir())
+                if file != record
+            }
+            used = _show_time(folder.stat().st_mtime)
+        except OSError:
+            # Its app removes it just now.
+            continue
         kind = f"compiled by {folder.parents[1].name}"
-        used = _show_time(folder.stat().st_mtime)
         yield kind, ", ".join(files), show_size(sum(files.values())), used, folder.name[:12]
 
 
