@@ -53,14 +53,14 @@ def expect(
     return list(expectations.values())
 
 
-# In place of a session they return what is known without one.
+# Instead of a session they return what is known without one.
 
 
 def _look_at_prepared(loader: Any, opener: Opener) -> tuple[SimpleNamespace, str]:
     module = loader.beside("_recompile")
-    place = module.find(loader, opener)
-    if place.written is None:
-        module.check_can_compile(loader, place)
+    entry = module.find(loader, opener)
+    if entry.written is None:
+        module.check_can_compile(loader, entry)
     return SimpleNamespace(answer="unknown"), "it is compiled on this machine, once"
 
 

@@ -81,8 +81,8 @@ def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
         raise loader.LoadError(f"compiling it on this machine: {reason}") from error
 
 
-class Place(NamedTuple):
-    """Where a context is that is compiled for ``device``, and when it was ``written``; None if it is not."""
+class Entry(NamedTuple):
+    """The context for ``device`` in the user's cache, and when it was ``written``; None if it is not."""
 
     folder: Path
     key: str
@@ -91,7 +91,7 @@ class Place(NamedTuple):
     device: Any
 
 
-def find(loader: Any, opener: Opener) -> Place:
+def find(loader: Any, opener: Opener) -> Entry:
     """Where the context of this machine is. Raises SkipTargetError if this machine cannot have one."""
     opener.variant = for_this_machine(opener.variant)
     opener.check()
@@ -105,33 +105,33 @@ def find(loader: Any, opener: Opener) -> Place:
     except RuntimeError as error:
         # This user has no home.
         raise loader.SkipTargetError(f"{_NOTHING}: {error}") from None
-    return Place(folder, key, _written(folder / key), prepared, device)
+    return Entry(folder, key, _written(folder / key), prepared, device)
 
 
-def check_can_compile(loader: Any, place: Place) -> None:
-    """Raise SkipTargetError if nothing can be compiled into ``place``, or not yet again."""
-    if reason := _refusal(place.folder, place.key) or _reason_not_to_start():
+def check_can_compile(loader: Any, entry: Entry) -> None:
+    """Raise SkipTargetError if nothing can be compiled into ``entry``, or not yet again."""
+    if reason := _refusal(entry.folder, entry.key) or _reason_not_to_start():
         raise loader.SkipTargetError(f"{_NOTHING}: {reason}")
 
 
 def _open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
-    place, request = find(loader, opener), opener.request
+    entry, request = find(loader, opener), opener.request
     if request.verify:
-        place.prepared.package.on_disk(place.prepared, verify=True)
-    file = place.folder / place.key / posixpath.basename(opener.variant.file)
-    if place.written is not None:
+        entry.prepared.package.on_disk(entry.prepared, verify=True)
+    file = entry.folder / entry.key / posixpath.basename(opener.variant.file)
+    if entry.written is not None:
         try:
             return _open_kept(loader, opener, file)
         except loader.SkipTargetError:
             raise
         except Exception as error:
             loader.log("warning", f"{file} cannot be opened any more: {error}")
-    check_can_compile(loader, place)
+    check_can_compile(loader, entry)
     try:
-        loader.beside("_user_cache").make_writable(place.folder)
+        loader.beside("_user_cache").make_writable(entry.folder)
     except OSError as error:
         raise loader.SkipTargetError(f"{_NOTHING}: {error}") from None
-    job = _plan(loader, opener, place)
+    job = _plan(loader, opener, entry)
     if request.recompile == "background":
         _compile_later(job)
         raise loader.SkipTargetError("it is compiled in the background, for a later start")
@@ -148,7 +148,7 @@ def _open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
         return _open_kept(loader, opener, file)
     except Exception as error:
         # Or each start would compile it again.
-        _remember(place.folder, place.key, f"what was compiled cannot be opened: {error}")
+        _remember(entry.folder, entry.key, f"what was compiled cannot be opened: {error}")
         raise
 
 
@@ -215,18 +215,18 @@ def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _plan(loader: Any, opener: Opener, place: Place) -> Job:
-    request, prepared = opener.request, place.prepared
+def _plan(loader: Any, opener: Opener, entry: Entry) -> Job:
+    request, prepared = opener.request, entry.prepared
     root = prepared.package.root
     model = prepared.package.on_disk(prepared, verify=True)
     advice = "onnxruntime compiles only where the path has no letters outside ASCII; rename it"
     # An app in a zip archive has them where its package was unpacked.
     script, module = Path(__file__), Path(loader.__file__)
     return Job(
-        folder=str(opener.readable(place.folder, "ascii", advice)),
-        key=place.key,
+        folder=str(opener.readable(entry.folder, "ascii", advice)),
+        key=entry.key,
         file=posixpath.basename(opener.variant.file),
-        stale=place.written,
+        stale=entry.written,
         seconds=_SECONDS,
         script=str(script if script.is_file() else root / script.name),
         path=[os.path.abspath(entry) for entry in sys.path if entry],  # noqa: PTH100
@@ -235,7 +235,7 @@ def _plan(loader: Any, opener: Opener, place: Place) -> Job:
         component=prepared.component,
         target=prepared.target,
         model=str(opener.readable(model, "ascii", advice)),
-        library=(place.device.ep_name, place.device.ep_metadata.get("library_path", "")),
+        library=(entry.device.ep_name, entry.device.ep_metadata.get("library_path", "")),
         request={
             "target": request.target,
             "device": request.device,

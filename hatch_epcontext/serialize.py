@@ -191,14 +191,14 @@ def from_toml(table: Any, type_: type[T], key: Key) -> Diagnosed[T]:
     wrong: list[_Wrong] = []
     result = _read(_schema(type_, is_toml=True), table, (), wrong)
     for fault in wrong:
-        place = Key((*key.parts, *fault.keys))
+        inner = Key((*key.parts, *fault.keys))
         if fault.known:
             near = suggestion(str(fault.keys[-1]), sorted(fault.known))
-            yield Problem.at(place, Kind.UNKNOWN_KEY, "is not a known key.", near)
+            yield Problem.at(inner, Kind.UNKNOWN_KEY, "is not a known key.", near)
         else:
             is_table_for_list = describe_type(fault.type) == _LIST and isinstance(fault.value, dict)
-            hint = f"A list of tables has two brackets: [[{place}]]." if is_table_for_list else None
-            yield Problem.at(place, Kind.WRONG_TYPE, fault.reason, hint)
+            hint = f"A list of tables has two brackets: [[{inner}]]." if is_table_for_list else None
+            yield Problem.at(inner, Kind.WRONG_TYPE, fault.reason, hint)
     return type_() if result is _NOTHING else result
 
 

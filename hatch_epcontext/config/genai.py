@@ -309,7 +309,7 @@ def check_targets(model: Model) -> Iterator[Problem]:
                 f"{target.settings.ep} compiles for one chip."
             )
             hint = "Give each chip a target of its own."
-            yield Problem.at(target.place("chip"), Kind.NOT_APPLICABLE, message, hint)
+            yield Problem.at(target.key_of("chip"), Kind.NOT_APPLICABLE, message, hint)
 
 
 def check_part(key: Key, path: Path) -> Iterator[Problem]:
@@ -370,8 +370,8 @@ def check_caches(model: Model, inputs: Iterable[TensorFacts]) -> Iterator[Proble
         slots = sizes[name][2] if len(sizes.get(name, ())) > 2 else None
         if isinstance(slots, int) and slots < length:
             message = f"is {length}, and {model.path.name} has a cache of {slots} slots."
-            hint, place = "Set it to that.", model.key / "context-length"
-            yield Problem.at(place, Kind.INVALID_FOLDER, message, hint)
+            hint, key = "Set it to that.", model.key / "context-length"
+            yield Problem.at(key, Kind.INVALID_FOLDER, message, hint)
             return
 
 

@@ -78,10 +78,10 @@ def check_options(key: Key, table: TargetTable, provider: Provider) -> Iterator[
         if isinstance(value, str) and USER_CACHE in value:
             first, _, below = value.partition("/")
             if first != USER_CACHE or (below and not is_portable(below)):
-                place = key / "load-options" / name
+                option_key = key / "load-options" / name
                 message = f"must be a folder in {USER_CACHE}, not {show(value)}."
-                example = Setting(place, f"{USER_CACHE}/{name}")
-                yield Problem.at(place, Kind.INVALID_OPTION, message, "For example:", example)
+                example = Setting(option_key, f"{USER_CACHE}/{name}")
+                yield Problem.at(option_key, Kind.INVALID_OPTION, message, "For example:", example)
     if unchecked or provider.needs_library:
         return
     allowed = Setting(key / "allow-unknown-options", True)
@@ -102,35 +102,35 @@ def _check_values(
     key: Key, options: Mapping[str, OptionValue], provider: Provider, unchecked: Setting
 ) -> Iterator[Problem]:
     for name, value in options.items():
-        place = key / name
+        option_key = key / name
         if name in provider.reserved:
             message = f"cannot be set: {provider.reserved[name]}."
-            yield Problem.at(place, Kind.RESERVED_OPTION, message)
+            yield Problem.at(option_key, Kind.RESERVED_OPTION, message)
             continue
         option = provider.options.get(name)
         if option is None:
             message = f"is not an option of the {provider.name} provider."
             hint = f"{suggestion(name, sorted(provider.options))}\n{_NEWER}".lstrip()
-            yield Problem.at(place, Kind.UNKNOWN_OPTION, message, hint, unchecked)
+            yield Problem.at(option_key, Kind.UNKNOWN_OPTION, message, hint, unchecked)
             continue
         try:
             rendered = option.render(value)
         except ValueError as allowed:
             message = f"must be {allowed}, not {show(value)}."
-            advice = _advice(place, value, provider, unchecked)
-            yield Problem.at(place, Kind.INVALID_OPTION, message, *advice)
+            advice = _advice(option_key, value, provider, unchecked)
+            yield Problem.at(option_key, Kind.INVALID_OPTION, message, *advice)
             continue
         if option.kind == "json" and (path := _ABSOLUTE.search(rendered)):
             message = f"has the path {show(path[1])}, and the app has paths of its own."
             hint = "Leave it out. The app can set it: load(..., provider_options={...})."
-            yield Problem.at(place, Kind.INVALID_OPTION, message, hint)
+            yield Problem.at(option_key, Kind.INVALID_OPTION, message, hint)
 
 
 def _advice(
-    place: Key, value: OptionValue, provider: Provider, unchecked: Setting
+    key: Key, value: OptionValue, provider: Provider, unchecked: Setting
 ) -> tuple[str, Setting]:
-    """What to do about a wrong ``value`` of the option at ``place``: name the chip, if that sets it."""
-    *target, _, option = place.parts
+    """What to do about a wrong ``value`` of the option at ``key``: name the chip, if that sets it."""
+    *target, _, option = key.parts
     names = {
         chip.facts[str(option)]: name
         for name, chip in provider.chips.items()
@@ -145,7 +145,7 @@ def _advice(
         shown = listing(f"{number} ({names[number]})" for number in nearest)
         return f"The nearest: {shown}.\n{_NEWER}", unchecked
     hint = f"{near_name(text, provider.chips) or ''} Name the chip, or a list of chips:".lstrip()
-    return hint, Setting(Key((*target, "chip"), place.model, place.name))
+    return hint, Setting(Key((*target, "chip"), key.model, key.name))
 
 
 _NEWER = "If the EP is newer than this package:"

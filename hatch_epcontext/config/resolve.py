@@ -111,13 +111,13 @@ class Resolver:
         named = {name: change.path for name, change in changes.items() if change and change.path}
         others: dict[Path, list[str]] = {}
         for target, text in named.items():
-            place = key / "targets" / target / "path"
-            folder = yield from self._finder.file(place, text, "model")
+            path_key = key / "targets" / target / "path"
+            folder = yield from self._finder.file(path_key, text, "model")
             if folder is None or self._finder.pending:
                 continue
             if not (is_genai_folder(folder) and is_genai_folder(path)):
                 message = "is for a folder of onnxruntime-genai, instead of another one."
-                yield Problem.at(place, Kind.NOT_APPLICABLE, message, "Remove it.")
+                yield Problem.at(path_key, Kind.NOT_APPLICABLE, message, "Remove it.")
             elif folder != path:
                 others.setdefault(folder, []).append(target)
         if not named:
@@ -376,12 +376,12 @@ class _TargetKeys:
 
     @property
     def changed(self) -> Mapping[str, Key]:
-        """The places of the keys that the model changes."""
+        """The keys that the model changes."""
         names = (toml_key(name) for name in _given(self.changes))
         return {name: self.model / name for name in names}
 
     def of(self, name: str, *inside: str | int) -> Key:
-        """The place of the key ``name``, or of what is ``inside`` of its table."""
+        """The key ``name`` where it is written, or of what is ``inside`` of its table."""
         field = name.replace("-", "_")
         is_own = name in self.changed
         if is_own and inside and field in _OPTIONS:
@@ -390,7 +390,7 @@ class _TargetKeys:
         return Key((*key.parts, name, *inside), key.model, key.name)
 
     def move(self, problem: Problem) -> Problem:
-        """``problem`` of the merged table, at the place of its key."""
+        """``problem`` of the merged table, at the key where it is written."""
         if problem.key is None or len(problem.key.parts) <= len(self.target.parts):
             return problem
         _, _, name, *inside = problem.key.parts

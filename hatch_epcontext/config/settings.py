@@ -110,12 +110,12 @@ class CompileSettings:
 class Target:
     """What a model is compiled for, by name, with the model's changes and all defaults.
 
-    ``plugin``: the EP's library. ``key`` is its place in the configuration, and ``changes`` has those of
-    the keys that the model changes. ``profiles`` are also in ``settings.provider_options``, in the EP's
-    spelling. With ``from_cache`` nothing is compiled for the target in this build. ``files``: those that its
-    options name. ``resources``: those that a dask worker must have for it. ``calibration``: the absolute
-    path of the calibration inputs, empty if models are not quantized. ``companion``: the distribution of the
-    companion wheel with its artifacts, if that is not the app's own.
+    ``plugin``: the EP's library. ``key`` is that of its table, and ``changes`` has the keys that the model
+    changes. ``profiles`` are also in ``settings.provider_options``, in the EP's spelling. With ``from_cache``
+    nothing is compiled for the target in this build. ``files``: those that its options name. ``resources``:
+    those that a dask worker must have for it. ``calibration``: the absolute path of the calibration inputs,
+    empty if models are not quantized. ``companion``: the distribution of the companion wheel with its
+    artifacts, if that is not the app's own.
     """
 
     name: str
@@ -134,8 +134,8 @@ class Target:
     calibration: str = ""
     companion: str | None = None
 
-    def place(self, name: str) -> Key:
-        """Where the key ``name`` is written, or belongs."""
+    def key_of(self, name: str) -> Key:
+        """The key ``name`` where it is written, or belongs."""
         return self.changes.get(name, self.key / name)
 
     @property
@@ -187,7 +187,7 @@ class Model:
 
     ``path`` is absolute; with a ``cut`` or ``constants`` it is that of the whole model until a build has
     written the model that they make of it; ``origin`` is then that of the whole model. ``key`` is
-    the model's place in the configuration, and ``size_key`` that of its table in a list of sizes. With
+    that of the model's table or path, and ``size_key`` that of its table in a list of sizes. With
     ``static_shapes`` dims and shapes are fixed in the model; without, they are only the sizes of the dummy
     inputs. ``shape_set``: all shapes of the same model, None for a model with one. ``license``: its SPDX
     license expression. ``validate.inputs`` is one of `SYNTHETIC`, or an absolute path. ``download``: where
@@ -222,8 +222,8 @@ class Model:
     content: str = ""
     defaults: tuple[str, ...] = ()
 
-    def place(self, name: str) -> Key:
-        """The place of ``dims`` or ``shapes`` in the configuration: of its table, if they are a list."""
+    def key_of(self, name: str) -> Key:
+        """The key of ``dims`` or ``shapes``: that of its table, if they are a list."""
         is_listed = self.size_key is not None and self.size_key.parts[-2] == name
         return self.size_key if self.size_key and is_listed else self.key / name
 
@@ -354,7 +354,7 @@ class Config:
     @property
     def companions(self) -> Mapping[str, Key]:
         """The distributions of all companion wheels, each with a key that names it."""
-        named = [(t.companion, t.place("companion")) for m in self.models for t in m.targets]
+        named = [(t.companion, t.key_of("companion")) for m in self.models for t in m.targets]
         named += ((m.companion, m.key / "fallback" / "companion") for m in self.models)
         return {name: key for name, key in named if name is not None}
 

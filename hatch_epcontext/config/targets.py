@@ -37,7 +37,7 @@ def check_name(key: Key, name: str) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class NamedTarget:
-    """A target as configured: its name, its place and its provider.
+    """A target as configured: its name, its key and its provider.
 
     ``library_sha256``: of its library, if the table has a path.
     """
@@ -115,8 +115,8 @@ def check_target(target: NamedTarget) -> Iterator[Problem]:
             continue
         others = ", ".join(name for name, other in PROVIDERS.items() if feature.has(other))
         message = f"the {provider.name} provider {feature.lack}."
-        place = key / toml_key(field.name)
-        yield Problem.at(place, Kind.NOT_APPLICABLE, message, f"For: {others}.")
+        own = key / toml_key(field.name)
+        yield Problem.at(own, Kind.NOT_APPLICABLE, message, f"For: {others}.")
     if table.chip is not None and provider.chips:
         yield from _check_chips(target)
     yield from check_options(key, table, provider)
@@ -160,16 +160,16 @@ def _is_profile(name: str, shapes: ProfileTable) -> bool:
 
 def _check_chips(target: NamedTarget) -> Iterator[Problem]:
     """``chip``, and the options that it sets."""
-    table, provider, place = target.table, target.provider, target.key / "chip"
+    table, provider, key = target.table, target.provider, target.key / "chip"
     unknown = [name for name in table.chips if name not in provider.chips]
     for name in unknown:
         message = f"{show(name)} is not a chip that the {provider.name} provider knows by name."
         hint = suggestion(name, provider.chips)
-        yield Problem.at(place, Kind.INVALID_VALUE, message, hint)
+        yield Problem.at(key, Kind.INVALID_VALUE, message, hint)
     facts = [tuple(provider.facts_of([name]).items()) for name in table.chips]
     if not unknown and len(facts) != 1 and (len({*facts} - {()}) < len(facts) or not facts):
         message = f"must name different chips, not {show(table.chip)}."
-        yield Problem.at(place, Kind.INVALID_VALUE, message)
+        yield Problem.at(key, Kind.INVALID_VALUE, message)
     for name in provider.facts_of(provider.chips):
         if name in table.provider_options:
             own = target.key / "provider-options" / name
@@ -193,5 +193,5 @@ def _check_for_library(target: NamedTarget) -> Iterator[Problem]:
         option = provider.options.get(name)
         if option and option.scope != "load" and name not in library.options:
             message = "is an option of the EP, and the library that compiles does not have it."
-            place = key / "provider-options" / name
-            yield Problem.at(place, Kind.CONFLICTING_OPTIONS, message)
+            option_key = key / "provider-options" / name
+            yield Problem.at(option_key, Kind.CONFLICTING_OPTIONS, message)

@@ -105,7 +105,7 @@ def _low_coverages(
     }
     job, contexts = cause.recipe.job_of(job), _contexts_of(cause, search)
     # One value at the key, that all models keep.
-    key = job.target.place("min-coverage")
+    key = job.target.key_of("min-coverage")
     limit = Setting(key, math.floor(100 * cause.share) / 100)
     return tuple(
         replace(p, settings=tuple(limit if s.key == key else s for s in p.settings))
@@ -162,7 +162,7 @@ def _with_unrolling(problem: Problem, job: Job, attempts: Iterable[Attempt]) -> 
     hint = f"Unroll the nodes of {listing(sorted(operators))} into a copy for each iteration"
     hint += f": about {number:,} nodes (not tried)." if number else " (not tried)."
     rest = f" Or: {_as_clause(problem.hint)}" if problem.hint else ""
-    settings = (Setting(target.place("unroll-limit"), limit), *problem.settings)
+    settings = (Setting(target.key_of("unroll-limit"), limit), *problem.settings)
     return replace(problem, hint=f"{hint}{rest}", settings=settings)
 
 
@@ -209,14 +209,14 @@ def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
             "The target leaves dimensions open; the EP may compile the model with the configured sizes (not "
             "tried)."
         )
-        fixed = Setting(job.target.place("static-shapes"), True)
+        fixed = Setting(job.target.key_of("static-shapes"), True)
         first = replace(first, causes=(*first.causes, cause), settings=(*first.settings, fixed))
     quantized = attempt.stop.quantized if attempt.stop else None
     if quantized == "QOperator":
         first = replace(first, causes=(*first.causes, f"Or {_as_clause(_QDQ)}"))
     if quantized == "QDQ" and settings.dequantize != "all" and not settings.quantize:
         cause = "Or undo the quantization, which makes the model larger (not tried)."
-        floats = Setting(job.target.place("dequantize"), "all")
+        floats = Setting(job.target.key_of("dequantize"), "all")
         first = replace(first, causes=(*first.causes, cause), settings=(floats, *first.settings))
     return first, *others
 
@@ -248,7 +248,7 @@ def low_coverage(
         f"{hint} Or accept it with min-coverage.",
         settings=(
             *settings,
-            Setting(target.place("min-coverage"), math.floor(100 * coverage.share) / 100),
+            Setting(target.key_of("min-coverage"), math.floor(100 * coverage.share) / 100),
         ),
     )
 
@@ -265,13 +265,13 @@ def _advice(coverage: Coverage, target: Target, model: Key) -> Advice:
             "The model is dynamically quantized: it measures its activations while it runs, which "
             f"{target.provider.ep} cannot do. Undo the quantization (not tried)."
         )
-        return hint, (Setting(target.place("dequantize"), True),)
+        return hint, (Setting(target.key_of("dequantize"), True),)
     if any(is_of_integers(node.op.rpartition(".")[2]) for node in nodes):
         return _QDQ, ()
     is_quantized = any(node.op.endswith("DequantizeLinear") for node in nodes)
     if is_quantized and target.settings.dequantize != "all" and not target.settings.quantize:
         hint = "Undo the quantization of the weights, which makes the model larger (not tried)."
-        return hint, (Setting(target.place("dequantize"), "all"),)
+        return hint, (Setting(target.key_of("dequantize"), "all"),)
     return "Change the model at these nodes (not tried).", ()
 
 

@@ -245,7 +245,7 @@ def _not_embeddable(source: Source) -> Iterator[Problem]:
                 f"model has {show_size(source.size)}."
             )
             hint = "Remove embed: the blob is then a file beside the context model."
-            yield Problem.at(target.place("embed"), Kind.TOO_LARGE, message, hint)
+            yield Problem.at(target.key_of("embed"), Kind.TOO_LARGE, message, hint)
 
 
 def _not_known(models: Iterable[Model], cache: Cache) -> BuildError:

@@ -155,7 +155,7 @@ class FinishedWheel:
         systems = set[str]().union(*map(_systems, platforms))
         problems = [
             Problem.at(
-                target.place("platforms"),
+                target.key_of("platforms"),
                 Kind.CONFLICTING_KEYS,
                 f"has no platform of the wheel: {self.path.name}.",
                 f"Leave the target out of this build, with {PREFIX}TARGETS=<names>.",

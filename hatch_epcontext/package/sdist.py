@@ -164,9 +164,9 @@ def _inputs_of(model: Model) -> Iterator[Needed]:
 def _texts(target: Target) -> Iterator[tuple[Key, str]]:
     """What ``target`` names, which may be files."""
     if target.provider.plugin:
-        yield target.place("library"), target.provider.plugin.path
+        yield target.key_of("library"), target.provider.plugin.path
     for name, value in target.settings.session_options.items():
-        yield target.place("session-options") / name, value
+        yield target.key_of("session-options") / name, value
     for file in target.files:
         yield file.key, file.path
 

@@ -94,8 +94,8 @@ def read_wheel(path: Path) -> Wheel:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a variant is: the wheel, the folder of the package in it, and the component."""
+class _Candidate:
+    """A variant that the loader may open, of a component in the package in this ``folder`` of the wheel."""
 
     wheel: Wheel
     folder: str
@@ -137,8 +137,8 @@ def expect(wheels: Sequence[Wheel], machine: Machine) -> list[Expectation]:
     for wheel in wheels:
         for folder in (folder for folder in wheel.packages if folder not in companions):
             for (model, target), component in _firsts(wheel.packages[folder]).items():
-                place = _Place(wheel, folder, component, target)
-                answer = _in_wheel(place, wheels, machine, new)
+                candidate = _Candidate(wheel, folder, component, target)
+                answer = _in_wheel(candidate, wheels, machine, new)
                 expectations.append(Expectation(folder, model, target, *answer))
     return expectations
 
@@ -169,48 +169,49 @@ def _installed_with(wheels: Iterable[Wheel], machine: Machine) -> frozenset[str]
 
 
 def _in_wheel(
-    place: _Place, wheels: Iterable[Wheel], machine: Machine, new: frozenset[str]
+    candidate: _Candidate, wheels: Iterable[Wheel], machine: Machine, new: frozenset[str]
 ) -> _Result:
-    """As `_find_variant` of the loader: what is at this place, or in a companion."""
-    if refusal := _refused_by_pip(place.wheel, machine):
+    """As `_find_variant` of the loader: this candidate, or that of a companion."""
+    if refusal := _refused_by_pip(candidate.wheel, machine):
         return "cannot", refusal
-    about = place.package.components[place.component].about
-    if not (module := about.modules.get(place.target)):
-        return _at(place, machine, new)
-    install = place.package.about.companions.get(module, module)
+    about = candidate.package.components[candidate.component].about
+    if not (module := about.modules.get(candidate.target)):
+        return _at(candidate, machine, new)
+    install = candidate.package.about.companions.get(module, module)
     companion = next((wheel for wheel in wheels if module in wheel.packages), None)
     if companion is None:
         return "unknown", f"it is in the wheel of {install}"
     if refusal := _refused_by_pip(companion, machine):
         return "cannot", refusal
     components = companion.packages[module].components
-    same = components.get(place.component)
-    if same is None or same.about.identity != about.identity or place.target not in same.variants:
+    same, target = components.get(candidate.component), candidate.target
+    if same is None or same.about.identity != about.identity or target not in same.variants:
         return "cannot", f"{companion.path.name} is for another version of this model"
-    return _at(_Place(companion, module, place.component, place.target), machine, new)
+    return _at(_Candidate(companion, module, candidate.component, target), machine, new)
 
 
-def _at(place: _Place, machine: Machine, new: frozenset[str]) -> _Result:
-    """What the loader does at this place, unless what is ``new`` there may change it."""
-    answer, reason = _as_installed(place, machine)
-    plugin = _facts(place.variant).plugin
+def _at(candidate: _Candidate, machine: Machine, new: frozenset[str]) -> _Result:
+    """What the loader does with the candidate, unless what is ``new`` there may change it."""
+    answer, reason = _as_installed(candidate, machine)
+    plugin = _facts(candidate.variant).plugin
     own = {canonicalize_name(plugin.package)} if plugin else set()
     if answer != "unknown" and (changing := new & own.union(DISTRIBUTIONS)):
         return "unknown", f"{reason}, but pip installs {listing(sorted(changing))} with the wheel"
     return answer, reason
 
 
-def _as_installed(place: _Place, machine: Machine) -> _Result:
+def _as_installed(candidate: _Candidate, machine: Machine) -> _Result:
     if machine.runtime is None:
         return "unknown", "nothing is known of an ONNX Runtime there"
-    if place.variant.ep != CPU_EP or _facts(place.variant).plugin is not None:
-        answer, reason = _expect_device(place.variant, machine, machine.runtime)
-        return answer, reason + (_older_ep(place.variant, machine) if answer == "unknown" else "")
+    variant = candidate.variant
+    if variant.ep != CPU_EP or _facts(variant).plugin is not None:
+        answer, reason = _expect_device(variant, machine, machine.runtime)
+        return answer, reason + (_older_ep(variant, machine) if answer == "unknown" else "")
     # In the build the source ran beside what was compiled of it.
-    of_model = tuple(place.package.components[place.component].variants.values())
-    built = of_model if place.target == SOURCE else (place.variant,)
-    doubt = _doubt_wheel(place.wheel, machine) or _doubt_build(built, machine.runtime)
-    doubt = doubt or _doubt_files(place)
+    of_model = tuple(candidate.package.components[candidate.component].variants.values())
+    built = of_model if candidate.target == SOURCE else (variant,)
+    doubt = _doubt_wheel(candidate.wheel, machine) or _doubt_build(built, machine.runtime)
+    doubt = doubt or _doubt_files(candidate)
     return ("unknown", doubt) if doubt else ("opens", f"{CPU_EP} on cpu")
 
 
@@ -312,8 +313,8 @@ def _doubt_build(built: Iterable[Variant], runtime: Runtime) -> str:
     return ""
 
 
-def _doubt_files(place: _Place) -> str:
-    package, variant = place.package, place.variant
+def _doubt_files(candidate: _Candidate) -> str:
+    package, variant, wheel = candidate.package, candidate.variant, candidate.wheel.path
     if package.layout != "portable":
         return "the models of an editable install are elsewhere"
     if variant.about and variant.about.settings.optimization == "all":
@@ -323,7 +324,7 @@ def _doubt_files(place: _Place) -> str:
     for name, recorded in package.files.items():
         if not name.startswith(own) or name.startswith(f"{own}{PREPARED}/") or name in others:
             continue
-        if _sha256(place.wheel.path, str(PurePosixPath(place.folder, name))) != recorded.sha256:
+        if _sha256(wheel, str(PurePosixPath(candidate.folder, name))) != recorded.sha256:
             return f"{name} differs from its record in the manifest"
     return ""
 

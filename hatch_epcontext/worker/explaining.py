@@ -41,7 +41,7 @@ def explaining(
     """Raise BuildError with an explanation instead of an error of ONNX Runtime or the EP.
 
     An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled, and
-    ``key`` is its model's place in the configuration, if it has one. ``describe_refused`` says which
+    ``key`` is that of its model, if it has one. ``describe_refused`` says which
     nodes the EP refuses, in a sentence and by their names.
     """
     try:

@@ -77,8 +77,8 @@ def check_inputs(
                 model,
                 f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated.",
                 "Check the sizes of the model's inputs.",
-                Setting(model.place("dims")),
-                Setting(model.place("shapes")),
+                Setting(model.key_of("dims")),
+                Setting(model.key_of("shapes")),
             )
 
 
@@ -98,9 +98,9 @@ def _other_sizes(
                 if isinstance(name, int) or not isinstance(size, int) or size == fed or is_batch:
                     continue
                 if isinstance(name, str) and tensor.name not in model.shapes:
-                    sizes.setdefault(model.place("dims") / name, []).append(fed)
+                    sizes.setdefault(model.key_of("dims") / name, []).append(fed)
                 else:
-                    sizes.setdefault(model.place("shapes") / tensor.name, []).append([*shape])
+                    sizes.setdefault(model.key_of("shapes") / tensor.name, []).append([*shape])
     if not sizes:
         return None
     fed = ", ".join(

@@ -325,8 +325,8 @@ def _configured(trt: Any, builder: Any, network: Any, target: Target, key: Key) 
         if config.add_optimization_profile(trt_profile) < 0:
             reason = "; ".join(dict.fromkeys(_log(trt).errors))
             message = f"TensorRT RTX refuses the optimization profile {index}: {reason}."
-            place = target.place("profiles") / index
-            raise ModelError(Problem.at(place, Kind.INVALID_PROFILE, message))
+            profile_key = target.key_of("profiles") / index
+            raise ModelError(Problem.at(profile_key, Kind.INVALID_PROFILE, message))
     return config
 
 

@@ -41,11 +41,11 @@ _MAX_NAMED = 3
 
 
 def read_source(path: Path, key: Key | None) -> onnx.ModelProto:
-    """Read the source model at ``path``, whose place is ``key`` if it has one, without its external data.
+    """Read the source model at ``path``, at ``key`` if it has one, without its external data.
 
     Raises ModelError when the file is not a source model, or is damaged.
     """
-    with _placed(key, f"{path.name} "):
+    with _at_key(key, f"{path.name} "):
         if is_lfs_pointer(path):
             raise _invalid("is a Git LFS pointer, not the model itself.", "Run: git lfs pull")
         if not path.stat().st_size:
@@ -65,7 +65,7 @@ def read_source(path: Path, key: Key | None) -> onnx.ModelProto:
 
 def data_of(model: onnx.ModelProto, path: Path, key: Key) -> tuple[str, ...]:
     """The files of the external data of ``model``, as `external_data` returns and refuses them."""
-    with _placed(key):
+    with _at_key(key):
         return external.external_data(model, path)
 
 
@@ -228,10 +228,10 @@ def _sizes(main: onnx.GraphProto, model: Model) -> Diagnosed[dict[str, int]]:
         )
     )
     for name in model.dims.keys() - known_dims:
-        yield unknown_name(model.place("dims") / name, name, "open dimension", known_dims)
+        yield unknown_name(model.key_of("dims") / name, name, "open dimension", known_dims)
     dims = dict(model.dims)
     for name, shape in model.shapes.items():
-        key = model.place("shapes") / name
+        key = model.key_of("shapes") / name
         if name not in by_name:
             yield unknown_name(key, name, "input", list(by_name))
             continue
@@ -268,15 +268,15 @@ def fix_open(tensors: Iterable[TensorFacts], model: Model) -> Advice:
     shapes = []
     for tensor in tensors:
         if tensor.shape is None or None in tensor.shape:
-            shapes.append(Setting(model.place("shapes") / tensor.name))
+            shapes.append(Setting(model.key_of("shapes") / tensor.name))
             continue
         for axis, size in enumerate(tensor.sizes):
             if isinstance(size, str):
                 dims.setdefault(size, 1 if is_batch(tensor, axis) else None)
-    place = model.place("dims")
-    sizes = [Setting(place / name, size) for name, size in dims.items()]
+    dims_key = model.key_of("dims")
+    sizes = [Setting(dims_key / name, size) for name, size in dims.items()]
     if dims and None not in dims.values():
-        sizes = [Setting(place, dims)]
+        sizes = [Setting(dims_key, dims)]
     hint = (
         "Fix them with the sizes that the app feeds, such as how wide images or how long texts are."
     )
@@ -342,15 +342,15 @@ def _source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pr
     validate = model.key / "validate"
     others = (
         Setting(validate / "inputs", "samples.npz"),
-        *(Setting(model.place(name)) for name in configured),
+        *(Setting(model.key_of(name)) for name in configured),
         Setting(validate / "tolerance", False),
     )
     return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint.strip(), *settings, *others)
 
 
 @contextlib.contextmanager
-def _placed(key: Key | None, start: str = "") -> Iterator[None]:
-    """Give problems the place ``key``, and their messages this ``start``."""
+def _at_key(key: Key | None, start: str = "") -> Iterator[None]:
+    """Give problems the ``key``, and their messages this ``start``."""
     try:
         yield
     except ModelError as error:

@@ -106,9 +106,9 @@ def values(pattern: Pattern, facts: TensorFacts, range_: Range, rng: np.random.G
 
 def _beside(numbers: Numbers, thresholds: Numbers, distance: float) -> Numbers:
     """``numbers`` that are on the same side of all ``thresholds`` after rounding, and at a ``distance``."""
-    places = np.searchsorted(thresholds, numbers)
+    indices = np.searchsorted(thresholds, numbers)
     for offset in (-1, 0):
-        nearest = thresholds[np.clip(places + offset, 0, len(thresholds) - 1)]
+        nearest = thresholds[np.clip(indices + offset, 0, len(thresholds) - 1)]
         away = numbers - nearest
         least = np.maximum(_ROUNDING * np.abs(nearest), distance)
         moved = nearest + np.where(away < 0, -least, least)

@@ -95,8 +95,8 @@ provider = "tensorrt"
     cpu, gpu = read(project, toml).models[0].targets
     assert (cpu.profiles, cpu.settings.provider_options) == ((), {})
     assert gpu.settings.provider_options["trt_profile_opt_shapes"] == "x:8x3"
-    assert cpu.place("profiles") == Key() / "targets" / "cpu" / "profiles"
-    assert gpu.place("profiles") == Key() / "models" / 0 / "targets" / "gpu" / "profiles"
+    assert cpu.key_of("profiles") == Key() / "targets" / "cpu" / "profiles"
+    assert gpu.key_of("profiles") == Key() / "models" / 0 / "targets" / "gpu" / "profiles"
 
 
 def test_the_settings_that_choose_a_device(project: Path) -> None:

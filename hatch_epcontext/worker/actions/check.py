@@ -119,7 +119,7 @@ def _check_target(
         for tensor in inputs:
             if 0 in tensor.sizes:
                 yield Problem.at(
-                    model.place("shapes") if tensor.name in model.shapes else model.key,
+                    model.key_of("shapes") if tensor.name in model.shapes else model.key,
                     Kind.NOT_COMPILABLE,
                     f"the input {tensor.name!r} has no values ({tensor.shape_text}), and {provider.ep} "
                     "compiles only tensors that have some.",
@@ -174,7 +174,7 @@ def _advise(findings: refusals.Findings, model: Model, target: Target) -> Advice
         )
         return hint, ()
     # Rounded down: preparation also removes nodes that can be compiled.
-    share = Setting(target.place("min-coverage"), math.floor(9 * findings.share) / 10)
+    share = Setting(target.key_of("min-coverage"), math.floor(9 * findings.share) / 10)
     hint = "Let the CPU compute them, with a lower min-coverage (not tried)."
     if not (settings := _cut_settings(findings.cut, model)):
         return hint, (share,)
@@ -226,22 +226,22 @@ def check_fixed(
     tensors = [tensor for tensor in inputs if not tensor.is_fixed]
     if ep is None or not tensors:
         return
-    message, place, hint = open_dimension_message(tensors, ep), model.key, ""
+    message, key, hint = open_dimension_message(tensors, ep), model.key, ""
     settings: tuple[Setting, ...] = ()
     if unsized := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:
         hint, settings = fix_open(unsized, model)
-        place = settings[0].key
+        key = settings[0].key
     if left_open:
         message += " They are left open because static-shapes is false."
-        place, hint = model.key, f"Remove static-shapes = false. {hint}".strip()
-    yield Problem.at(place, Kind.OPEN_DIMENSION, message, hint, *settings)
+        key, hint = model.key, f"Remove static-shapes = false. {hint}".strip()
+    yield Problem.at(key, Kind.OPEN_DIMENSION, message, hint, *settings)
 
 
 def _check_profiles(target: Target, inputs: tuple[TensorFacts, ...]) -> Iterator[Problem]:
     by_name = {facts.name: facts for facts in inputs}
     open_inputs = {facts.name for facts in inputs if not facts.is_fixed}
     for index, profile in enumerate(target.profiles):
-        key = target.place("profiles") / index
+        key = target.key_of("profiles") / index
         for name in profile.keys() - by_name.keys():
             yield unknown_name(key / name, name, "input", list(by_name))
         for name in sorted(open_inputs - profile.keys()):

@@ -136,7 +136,7 @@ def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
     if target.provider.compiler_library is None:
         return error
     chips = [name for name, chip in target.provider.chips.items() if chip.source]
-    setting = Setting(target.place("chip"), chips)
+    setting = Setting(target.key_of("chip"), chips)
     hint = "Or compile without the EP and its device (not tried)."
     return UnavailableError(
         *(

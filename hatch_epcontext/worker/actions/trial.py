@@ -68,7 +68,7 @@ def _compile(model: bytes, options: ort.SessionOptions) -> onnx.ModelProto:
 
 
 def _in_words(message: str) -> str:
-    """An error of ONNX Runtime or the EP in one line, without the places in their sources."""
+    """An error of ONNX Runtime or the EP in one line, without the lines of their sources."""
     if "Unable to compile any nodes" in message:
         return "it compiles no node of the model"
     if "NULL EPContext node" in message:
