@@ -155,8 +155,7 @@ def _show_package(
         echo(f"wrote {report}", err=as_json)
         # A context for another chip does not open here.
         problems = [p for variant in finished if variant.run for p in variant.problems]
-    if problems:
-        raise BuildError(*problems)
+    BuildError.check(problems)
 
 
 def _warn(name: str, validation: Validation) -> None:

@@ -45,11 +45,9 @@ def external_data(model: onnx.ModelProto, path: Path, location: str = "") -> tup
         problems.append(Problem(Kind.EXTERNAL_DATA, location, message, hint))
 
     try:
-        ends = _ends(model)
+        ends, inside = _ends(model), _ModelFolder(path)
     except ModelError as error:
-        add(error.problems[0].message, error.problems[0].hint)
-        raise ModelError(*problems) from None
-    inside = _ModelFolder(path)
+        raise error.located(location) from None
     for name, end in sorted(ends.items()):
         status = inside.status(name)
         if PurePosixPath(name).name == "manifest.json":
@@ -66,8 +64,7 @@ def external_data(model: onnx.ModelProto, path: Path, location: str = "") -> tup
             total += status.st_size
     if total > MAX_BYTES:
         add(f"the external data is larger than {show_size(MAX_BYTES)}: {show_size(total)}.")
-    if problems:
-        raise ModelError(*problems)
+    ModelError.check(problems)
     return tuple(PurePosixPath(name).as_posix() for name in sorted(ends))
 
 

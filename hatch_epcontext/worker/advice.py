@@ -139,8 +139,7 @@ def check_runs(
 
 def refuse(explained: Sequence[Explained]) -> None:
     """Raise RefusedError if there are outputs that differ, of a model that a worker made."""
-    if explained:
-        raise RefusedError(*problems_of(explained))
+    RefusedError.check(problems_of(explained))
 
 
 def _worse(one: Explained, other: Explained) -> Explained:

@@ -74,8 +74,7 @@ def _read_context(
         *_wrong_chip(compatibility, contexts, provider, target),
         *_not_embeddable(contexts, model, provider, target),
     ]
-    if problems:
-        raise RefusedError(*problems)
+    RefusedError.check(problems)
     _check_data(onnx_model, result, model, provider)
     uncovered = [n for n in graph.compute_nodes(onnx_model.graph) if n.op_type != graph.CONTEXT_OP]
     total = len(graph.compute_nodes(source.graph))

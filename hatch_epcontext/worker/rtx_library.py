@@ -62,7 +62,6 @@ _OF_THE_EP = (
 """What to do about a language model of another format."""
 
 _CUDA = "libcuda.so.1"
-_CUDA = "libcuda.so.1"
 
 _DRIVER = (
     "Install the libraries of NVIDIA's driver, which need no GPU here: libcuda1 from Debian's non-free, or "
@@ -98,8 +97,7 @@ def compile_with_library(
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(prepared)):
         raise LibraryError(_not_parsed(parser, _change(fused, target, model)))
-    if problems := [*_other_tensors(network, source.graph)]:
-        raise RefusedError(*problems)
+    RefusedError.check(_other_tensors(network, source.graph))
     config = _configured(trt, builder, network, target, key)
     engine = result.with_suffix(".engine")
     with engine.open("wb") as opened:

@@ -119,8 +119,7 @@ def check_ranges(inputs: Iterable[TensorFacts], model: Model) -> None:
             if not all(low <= end <= high and end == int(end) for end in ends):
                 message = f"these are no values of the input, which has the dtype {dtype}."
                 problems.append(Problem.at(key, Kind.VALUE_MISMATCH, message))
-    if problems:
-        raise ModelError(*problems)
+    ModelError.check(problems)
 
 
 def fix_inputs(onnx_model: onnx.ModelProto, model: Model) -> None:
@@ -147,12 +146,8 @@ def fix_constants(onnx_model: onnx.ModelProto, model: Model) -> None:
         del main.initializer[:], main.sparse_initializer[:]
         main.initializer.extend(others)
         main.sparse_initializer.extend(sparse)
-    problems = [
-        *_fix_constants(onnx_model.graph, model),
-        *collect(_sizes(onnx_model.graph, model))[1],
-    ]
-    if problems:
-        raise ModelError(*problems)
+    wrong = [*_fix_constants(main, model)]
+    ModelError.check([*wrong, *collect(_sizes(main, model))[1]])
 
 
 def fix_defaults(onnx_model: onnx.ModelProto) -> None:

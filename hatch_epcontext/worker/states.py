@@ -56,8 +56,7 @@ def state_pairs(model: onnx.ModelProto, configured: Mapping[str, str], key: Key)
     """
     inputs = {value.name: graph.facts(value) for value in graph.inputs(model.graph)}
     outputs = {value.name: graph.facts(value) for value in model.graph.output}
-    if problems := list(_check(configured, inputs, outputs, key)):
-        raise ModelError(*problems)
+    ModelError.check(_check(configured, inputs, outputs, key))
     if configured:
         return dict(configured)
     pairs: dict[str, str] = {}

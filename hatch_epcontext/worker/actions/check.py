@@ -45,9 +45,8 @@ def handle(request: CheckRequest) -> tuple[ModelFacts, ...]:
             models.append(_check_model(model))
         except ModelError as error:
             problems += error.problems
-    if problems:
-        # All shapes of one model have the same problems.
-        raise ModelError(*merged(problems))
+    # All shapes of one model have the same problems.
+    ModelError.check(merged(problems))
     return tuple(models)
 
 
@@ -57,8 +56,7 @@ def _check_model(model: Model) -> ModelFacts:
     data = data_of(onnx_model, model.path, model.key)
     own_inputs = _inputs(onnx_model)
     own_outputs = tuple(map(graph.facts, onnx_model.graph.output))
-    if wrong := [*check_caches(model, own_inputs)]:
-        raise ModelError(*wrong)
+    ModelError.check(check_caches(model, own_inputs))
     model = with_cache_sizes(model, own_inputs)
     fix_constants(onnx_model, model)
     optional = tuple(value.name for value in graph.optional_inputs(onnx_model))
@@ -91,8 +89,7 @@ def _check_model(model: Model) -> ModelFacts:
     # If nothing can be compiled, other outputs do not help. The node of a wrong output is refused too.
     hopeless = [problem for problem in refused if not problem.settings]
     problems += hopeless or outputs_problems or refused
-    if problems:
-        raise ModelError(*problems)
+    ModelError.check(problems)
     check_ranges(map(graph.facts, graph.inputs(onnx_model.graph)), model)
     state_pairs(onnx_model, model.validate.states, model.key / "validate" / "states")
     # Before anything is compiled.

@@ -32,8 +32,7 @@ def handle(request: CutRequest) -> CutReply:
     onnx_model = read_source(source, model.key)
     data = data_of(onnx_model, source, model.key)
     known = {value.name for value in onnx_model.graph.input}
-    if problems := [*check_layers(model, known)]:
-        raise ModelError(*problems)
+    ModelError.check(check_layers(model, known))
     if model.cut:
         _cut(onnx_model, model)
     # An input that the cut removes needs no value; a name that no input has is an error.
