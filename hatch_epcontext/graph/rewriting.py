@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Rule, remove_unused
+from hatch_epcontext.graph.builder import Builder, Outputs, Rule, remove_unused
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.graph.scope import Scope, Types
@@ -40,12 +40,16 @@ def onnx_operators() -> Iterable[str]:
     return {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
 
 
+Applies = Callable[[onnx.NodeProto, Scope], bool]
+"""Whether a rule is for a node of a scope: others stay as they are."""
+
+
 @dataclass(frozen=True)
 class Rewrite:
     """A rule for nodes of ``operators``, as `graph.operator` writes them; ``name`` is for messages.
 
     With ``nested`` nodes of inner graphs are replaced too. ``fault``: only for EPs with the fault that this
-    other rewrite avoids; None for all.
+    other rewrite avoids; None for all. ``applies``: whether a node needs it, if not all may.
     """
 
     name: str
@@ -53,13 +57,12 @@ class Rewrite:
     rule: Rule
     nested: bool = True
     fault: RewriteName | None = None
+    applies: Applies | None = None
 
 
-def rewrites(
-    *operators: str, nested: bool = True, fault: RewriteName | None = None
-) -> Callable[[Rule], Rewrite]:
-    """Make a rule a `Rewrite` for ``operators``, called as its function is."""
-    return lambda rule: Rewrite(rule.__name__, frozenset(operators), rule, nested, fault)
+def rewrites(*operators: str, **others: Any) -> Callable[[Rule], Rewrite]:
+    """Make a rule a `Rewrite` for ``operators``, called as its function is, with ``others`` of its fields."""
+    return lambda rule: Rewrite(rule.__name__, frozenset(operators), rule, **others)
 
 
 class Rewritten(NamedTuple):
@@ -100,7 +103,7 @@ def apply(
         if not operators:
             continue
         builder = Builder(model, limit)
-        rules = dict.fromkeys(operators, _except(kept, rewrite.rule))
+        rules = dict.fromkeys(operators, _rule(rewrite, kept))
         scope = scope or Scope.of(model, types)
         if number := builder.replace(scope, rules, nested=rewrite.nested):
             scope = None
@@ -113,6 +116,11 @@ def apply(
     return Rewritten(tuple(names), replaced, tuple(declined))
 
 
-def _except(kept: Collection[str], rule: Rule) -> Rule:
-    """``rule`` for all nodes but those with names in ``kept``."""
-    return lambda node, scope, builder: None if node.name in kept else rule(node, scope, builder)
+def _rule(rewrite: Rewrite, kept: Collection[str]) -> Rule:
+    """That of ``rewrite`` for the nodes that need it, but for those with names in ``kept``."""
+
+    def rule(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+        needed = rewrite.applies is None or rewrite.applies(node, scope)
+        return rewrite.rule(node, scope, builder) if needed and node.name not in kept else None
+
+    return rule

@@ -5,7 +5,7 @@ Each is for all values that the graph does not prove to be right: see `values.in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import onnx
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs, Rule
 from hatch_epcontext.graph.number_format import RewriteName
+from hatch_epcontext.graph.rewriting import Applies
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.integers import limits
 
@@ -221,9 +222,7 @@ def _repeat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Where", *values)]
 
 
-_Applies = Callable[[onnx.NodeProto, Scope], bool]
-
-RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], _Applies]] = {
+RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies]] = {
     "truncate": (_truncate, ("Div",), _is_rounded_down),
     "modulo": (_modulo, ("Mod",), _is_large),
     "truth": (_truth, ("Cast",), _is_truth),

@@ -91,23 +91,20 @@ def pool_as_slices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
     return [builder.add("Mul", value, builder.store((1 / counts).astype(builder.dtype)))]
 
 
-def is_padded_unevenly(node: onnx.NodeProto) -> bool:
+def is_padded_unevenly(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether windows of a sum may end in a padding other than that of a kernel with a middle value."""
     pads, kernel = (graph.attribute(node, name, [0]) for name in ("pads", "kernel_shape"))
     middle = {size // 2 for size in kernel if size % 2}
     is_even = not any(pads) or {*pads} == middle
-    return not is_even or graph.text(node, "auto_pad").startswith("SAME") or _rounds_up(node)
-
-
-def _rounds_up(node: onnx.NodeProto) -> bool:
-    return bool(graph.number(node, "ceil_mode", 0))
+    rounds_up = bool(graph.number(node, "ceil_mode", 0))
+    return not is_even or graph.text(node, "auto_pad").startswith("SAME") or rounds_up
 
 
 def pad_before(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The pool of values with zeros around them, times what makes means of its own counts."""
     (value,) = node.input
     shape, result = scope.shape(value), scope.shape(node.output[0])
-    if shape is None or result is None or not is_padded_unevenly(node):
+    if shape is None or result is None:
         return None
     windows = _windows(node, shape, result)
     before = [window.before for window in windows]

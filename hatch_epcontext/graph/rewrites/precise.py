@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -20,22 +20,19 @@ from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Ru
 from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, FUSING, RewriteName
 from hatch_epcontext.graph.rewrites import integers
 from hatch_epcontext.graph.rewrites.pools import is_padded_unevenly, pad_before
-from hatch_epcontext.graph.rewriting import Rewrite, rewrites
+from hatch_epcontext.graph.rewriting import Applies, Rewrite, rewrites
 from hatch_epcontext.graph.scope import Scope, Types
 
 _BROADCASTING = 8
 """The opset from which Max and Min accept a number beside a tensor."""
 
-_FLOAT_MAX = float(np.finfo(np.float32).max)
-
+_LARGEST = float(np.finfo(np.float32).max)
 
 _LEAST = 2.0**-20
 """The number from which float16 is exact to 6 %."""
 
 _MOST_BITS, _LIMIT_BITS = 24, 15
 """The most bits by which smaller numbers are scaled, and those of the largest result."""
-
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def _number_beside(value: str, name: str, scope: Scope) -> float | None:
@@ -91,8 +88,8 @@ def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         return None
     value = node.input[0]
     for operator, bound in (("Max", "min"), ("Min", "max")):
-        number = graph.attribute(node, bound, _FLOAT_MAX)
-        if abs(number) < _FLOAT_MAX:
+        number = graph.attribute(node, bound, _LARGEST)
+        if abs(number) < _LARGEST:
             value = builder.add(operator, value, builder.number(number))
     return [value]
 
@@ -425,34 +422,26 @@ def _floor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add(node.op_type, builder.add("Max", node.input[0], builder.number(-80)))]
 
 
-def _where(applies: Callable[[onnx.NodeProto, Scope], bool], rule: Rule) -> Rule:
-    """``rule`` for the nodes to which it ``applies``."""
-    return lambda node, scope, builder: rule(node, scope, builder) if applies(node, scope) else None
-
-
-_RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...]]] = {
-    "square": (_power, ("Pow",)),
-    "mean": (_mean, ("Mul", "Div")),
-    "clip-inputs": (_clip, ("Clip",)),
-    "int64-outputs": (_int64_output, _MOVED_PAST),
-    "pool-padding": (pad_before, ("AveragePool", "LpPool")),
-    "log-power": (_log_power, ("Log",)),
-    "log-floor": (_log_of_more, ("Log",)),
-    "log-sum-exp": (_sum_of_powers, ("Div", "Log")),
-    "variance": (_covariance, ("Sub",)),
-    "scaled-square": (_root, ("Sqrt", "ReduceL2")),
-    "floor": (_floor, ("Exp", "Mish", "Softplus")),
-    "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh")),
-}
-
-_ALL = {name: Rewrite(name, frozenset(ops), rule) for name, (rule, ops) in _RULES.items()}
-_ALL |= {
-    name: Rewrite(name, frozenset(ops), _where(applies, rule))
-    for name, (rule, ops, applies) in integers.RULES.items()
+_RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
+    "square": (_power, ("Pow",), None),
+    "mean": (_mean, ("Mul", "Div"), None),
+    "clip-inputs": (_clip, ("Clip",), None),
+    "int64-outputs": (_int64_output, _MOVED_PAST, None),
+    "pool-padding": (pad_before, ("AveragePool", "LpPool"), is_padded_unevenly),
+    "log-power": (_log_power, ("Log",), None),
+    "log-floor": (_log_of_more, ("Log",), None),
+    "log-sum-exp": (_sum_of_powers, ("Div", "Log"), None),
+    "variance": (_covariance, ("Sub",), None),
+    "scaled-square": (_root, ("Sqrt", "ReduceL2"), None),
+    "floor": (_floor, ("Exp", "Mish", "Softplus"), None),
+    "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh"), None),
+    **integers.RULES,
 }
 
 PRECISE: Mapping[RewriteName, Rewrite] = {
-    name: _ALL[name] for name in (*ALWAYS, *itertools.chain(*CORRECTIONS))
+    name: Rewrite(name, frozenset(types), rule, applies=applies)
+    for name in (*ALWAYS, *itertools.chain(*CORRECTIONS))
+    for rule, types, applies in (_RULES[name],)
 }
 """Those of `ALWAYS`, and then of `CORRECTIONS`, in the order in which they are applied."""
 
@@ -488,11 +477,7 @@ def applicable(
         if name == "int64-outputs" and not ends:
             return False
         of_rewrite = (node for operator in rewrite.operators for node in nodes.get(operator, ()))
-        if name == "pool-padding":
-            return any(map(is_padded_unevenly, of_rewrite))
-        if name not in integers.RULES:
-            return any(of_rewrite)
-        _, _, applies = integers.RULES[name]
-        return any(applies(node, scope()) for node in of_rewrite)
+        applies = rewrite.applies
+        return any(applies is None or applies(node, scope()) for node in of_rewrite)
 
     return tuple(name for name, rewrite in PRECISE.items() if may_apply(name, rewrite))

@@ -99,12 +99,10 @@ class _Permutation:
         return result
 
 
-@rewrites("Transpose")
+@rewrites("Transpose", applies=_is_high)
 def reduce_rank_of_transpose(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Transpose of many dimensions as one of fewer, or else as several."""
     value = node.input[0]
-    if not _is_high(node, scope):
-        return None
     sizes, result = scope.fixed_shape(value), scope.fixed_shape(node.output[0])
     reverse = range(len(sizes) - 1, -1, -1)
     own = _Permutation(sizes, tuple(graph.attribute(node, "perm", reverse)))
@@ -115,12 +113,10 @@ def reduce_rank_of_transpose(node: onnx.NodeProto, scope: Scope, builder: Builde
     return [builder.reshape(value, result)]
 
 
-@rewrites("Gather")
+@rewrites("Gather", applies=_is_high)
 def reduce_rank_of_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Gather of many dimensions, or that gives many, as one along the second of three."""
     value, indices = node.input
-    if not _is_high(node, scope):
-        return None
     sizes, result = scope.fixed_shape(value), scope.fixed_shape(node.output[0])
     axis = graph.number(node, "axis", 0) % len(sizes)
     before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
@@ -130,11 +126,9 @@ def reduce_rank_of_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) 
     return [builder.reshape(builder.add("Gather", rows, indices, axis=1), result)]
 
 
-@rewrites(*_REDUCING)
+@rewrites(*_REDUCING, applies=_is_high)
 def reduce_rank_of_reduction(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A reduction of many dimensions as one along the second of three for all neighbours among its axes."""
-    if not _is_high(node, scope):
-        return None
     value, result = node.input[0], scope.fixed_shape(node.output[0])
     sizes, axes = [*scope.fixed_shape(value)], sorted(scope.fixed_axes(node))
     if {*axes} == {*range(len(sizes))}:
@@ -152,11 +146,9 @@ def reduce_rank_of_reduction(node: onnx.NodeProto, scope: Scope, builder: Builde
     return [builder.reshape(value, result)]
 
 
-@rewrites("Tile")
+@rewrites("Tile", applies=_is_high)
 def reduce_rank_of_tile(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Tile of many dimensions as those of two, for each of its axes."""
-    if not _is_high(node, scope):
-        return None
     value, sizes = node.input[0], [*scope.fixed_shape(node.input[0])]
     for axis, count in enumerate(map(int, scope.stored_values(node.input[1]))):
         if count != 1:
@@ -166,11 +158,9 @@ def reduce_rank_of_tile(node: onnx.NodeProto, scope: Scope, builder: Builder) ->
     return [builder.reshape(value, sizes)]
 
 
-@rewrites(*operators.ELEMENTWISE, *_ALONG_AXIS, "Expand", "MatMul", "Slice")
+@rewrites(*operators.ELEMENTWISE, *_ALONG_AXIS, "Expand", "MatMul", "Slice", applies=_is_high)
 def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """An operator of each value, or along some axes, with the other dimensions joined."""
-    if not _is_high(node, scope):
-        return None
     known = {name: scope.fixed_shape(name) for name in (*node.input, *node.output) if name}
     rank = max(map(len, known.values()), default=0)
     axes = _axes(node, rank, scope, builder)
