@@ -22,6 +22,9 @@ _AXES_OF_MEAN_AS_INPUTS = 18
 BOUNDS_AS_INPUTS = 11
 """The opsets from which these are inputs instead of attributes."""
 
+MAX_VALUES = 2**24
+"""The most values that a rewrite stores in one tensor: 64 MB of float32."""
+
 _CONCAT_AT_A_TIME = 128
 """The most values that one Concat joins: QNN's simulator, for example, refuses many more."""
 

@@ -110,10 +110,6 @@ def _bounds(type_: int) -> tuple[int, bool]:
     return info.bits, info.min < 0
 
 
-def _as_int32(name: str, type_: int, builder: Builder) -> str:
-    return builder.add("Cast", name, to=TensorProto.INT32) if type_ != TensorProto.INT32 else name
-
-
 @rewrites("BitwiseAnd", "BitwiseOr", "BitwiseXor")
 def join_bits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """And, Or or Xor of the single bits of integers of at most 32."""
@@ -122,8 +118,9 @@ def join_bits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     if count > 32:
         return Declined(f"it has integers of {count} bits")
     integers, signs, parts = _Integers(builder), [], []
+    is_other = type_ != TensorProto.INT32
     for name in node.input:
-        value = _as_int32(name, type_, builder)
+        value = builder.add("Cast", name, to=TensorProto.INT32) if is_other else name
         if scope.shape(name) != shape:
             value = builder.add("Expand", value, builder.integers(shape))
         value = builder.reshape(value, [-1, 1])
@@ -142,7 +139,7 @@ def join_bits(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     for negative in signs:
         value = integers.below(value, negative)
     value = builder.reshape(value, shape)
-    return [builder.add("Cast", value, to=type_) if type_ != TensorProto.INT32 else value]
+    return [builder.add("Cast", value, to=type_) if is_other else value]
 
 
 @rewrites("BitShift")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.builder import MAX_VALUES, Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
@@ -36,9 +35,6 @@ _RESULTS: Mapping[str, int] = {"QuantizeLinear": 1, "QLinearConv": 6, "QLinearMa
 
 _ERF = (4.51351884, 6.57699078, -0.188808943, -10.2517888, 23.5176118, -25.1057926, 10.6676264)
 """The polynomial p for which tanh(x p(x²)) is erf(4x) up to 1, where that is 1 in float32."""
-
-_MAX_VALUES = 2**24
-"""The most values of a mask: 16 MB."""
 
 _JOINS: Mapping[str, tuple[str, str, float | None]] = {
     "add": ("ReduceSum", "Add", 0),
@@ -171,9 +167,9 @@ def decompose_quantization(node: onnx.NodeProto, scope: Scope, builder: Builder)
         number = builder.add("Cast", number, to=floats)
         result = builder.add("Mul", number, spread(scale))
         return [result if type_ == floats else builder.add("Cast", result, to=type_)]
-    info = _integers(type_)
-    if info is None:
+    if type_ not in _SMALL:
         return Declined("it makes no integers of 8 or 16 bits")
+    info = np.iinfo(helper.tensor_dtype_to_np_dtype(type_))
     divided = builder.add("Div", value, spread(scale))
     number = builder.add("Cast", builder.add("Round", divided), to=TensorProto.INT32)
     number = builder.add("Add", number, offset) if offset else number
@@ -208,11 +204,6 @@ def _is_between(node: onnx.NodeProto, scope: Scope) -> bool:
         or "QLinear" in scope.nodes[index].op_type
         for index in scope.readers.get(node.output[0], ())
     )
-
-
-def _integers(type_: int) -> np.iinfo[Any] | None:
-    """The limits of integers of 8 or 16 bits."""
-    return np.iinfo(helper.tensor_dtype_to_np_dtype(type_)) if type_ in _SMALL else None
 
 
 @rewrites(*_MOVING)
@@ -461,7 +452,7 @@ def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
     )
     is_product = is_of_rows and kind == "add" and builder.dtype.kind == "f"
     mask = height * count * (1 if is_product else size)
-    if not size or not 0 < mask <= _MAX_VALUES:
+    if not size or not 0 < mask <= MAX_VALUES:
         return Declined(f"its mask has {mask:,} values")
 
     def moved(name: str, sizes: Sequence[int]) -> str:

@@ -10,13 +10,10 @@ import onnx
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.builder import MAX_VALUES, Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
-
-_MAX_VALUES = 2**24
-"""The most values of a mask or a filler: 16 MB."""
 
 
 @rewrites("Pad")
@@ -46,7 +43,7 @@ def pad_as_concat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
         if not np.array_equal(numbers, np.arange(sizes[axis])):
             value = builder.add("Gather", value, builder.store(numbers), axis=axis)
         blocks = [[*sizes[:axis], amount, *sizes[axis + 1 :]] for amount in added]
-        if (largest := max(map(math.prod, blocks))) > _MAX_VALUES:
+        if (largest := max(map(math.prod, blocks))) > MAX_VALUES:
             return Declined(f"it adds {largest:,} values")
         first, last = (filled(block) if block[axis] else "" for block in blocks)
         value = builder.concat([*filter(None, (first, value, last))], axis)
@@ -114,7 +111,7 @@ def tensor_scatter_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder
     numbers = np.arange(size, dtype=dtype).reshape(-1, *[1] * (rank - axis - 1))
     if length > 1:
         # The last dimension is that of the rows of ``update``.
-        if axis != rank - 2 or builder.dtype.kind != "f" or size * length > _MAX_VALUES:
+        if axis != rank - 2 or builder.dtype.kind != "f" or size * length > MAX_VALUES:
             return Declined(f"it writes {length} rows that are no matrices of floats")
         first = builder.add("Add", first, builder.store(np.arange(length, dtype=dtype)))
     if graph.text(node, "mode") == "circular":

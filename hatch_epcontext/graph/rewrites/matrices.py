@@ -11,14 +11,11 @@ import onnx
 from numpy.typing import NDArray
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.builder import MAX_VALUES, Builder, Outputs
 from hatch_epcontext.graph.dtypes import Numbers
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
-
-_MAX_VALUES = 2**24
-"""The most values of a matrix: 64 MB."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ def resize_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
         outside |= part.is_outside.reshape(wide)
         if is_nearest:
             value = builder.add("Gather", value, builder.store(part.nearest), axis=axis)
-        elif part.result * part.size > _MAX_VALUES:
+        elif part.result * part.size > MAX_VALUES:
             return Declined(f"its matrix has {part.result * part.size:,} values")
         else:
             matrix = part.matrix().astype(builder.dtype)
@@ -196,7 +193,7 @@ def dft_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     count = int(length.item()) if length is not None else size
     if inverse and onesided and length is None:
         count = 2 * (size - 1)
-    if (values := size * parts * result[at] * result[-1]) > _MAX_VALUES:
+    if (values := size * parts * result[at] * result[-1]) > MAX_VALUES:
         return Declined(f"its matrix has {values:,} values")
     matrix = _fourier(
         size, parts, count, result[at], result[-1], inverse=inverse, onesided=onesided
@@ -234,7 +231,7 @@ def col2im_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     strides = graph.attribute(node, "strides", [1] * count)
     dilations = graph.attribute(node, "dilations", [1] * count)
     pads = graph.attribute(node, "pads", [0] * 2 * count)
-    if columns * values > _MAX_VALUES:
+    if columns * values > MAX_VALUES:
         return Declined(f"its matrix has {columns * values:,} values")
     # The number of the value in the image for each value of each block; -1 beyond its borders.
     padding = [*zip(pads[:count], pads[count:], strict=True)]
