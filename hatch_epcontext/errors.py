@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import field, replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import dotted, hide_credentials, printable, to_toml
@@ -23,6 +23,18 @@ ROOT = "tool.epcontext"
 
 HOOK = "tool.hatch.build.hooks.epcontext"
 """Hatch's own table for the hook, which switches it on for wheels and sdists."""
+
+
+Step = Literal["prepare", "change", "compile", "validate"]
+"""What a job does with a recipe, in order."""
+
+STEP_NAMES: Mapping[Step, str] = {
+    "prepare": "preparation",
+    "change": "preparation",
+    "compile": "",
+    "validate": "validation",
+}
+"""What messages call the steps of a job; nothing where it is compiled."""
 
 
 class Kind(Enum):
@@ -194,7 +206,7 @@ class Problem:
     ``log``: the end of a worker's log.
     ``targets``: those that have the problem.
     ``tried``: other recipes for the job, each with its result.
-    ``step``: the step of the job, unless it is compiling.
+    ``step``: that of a job.
     ``causes``: other possible causes, in sentences.
     ``nodes``: the names of the nodes of the model that the EP refuses, if nothing is compiled.
     """
@@ -208,7 +220,7 @@ class Problem:
     log: str | None = None
     targets: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
-    step: str = ""
+    step: Step | None = None
     causes: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
 
@@ -241,7 +253,8 @@ class Problem:
             return names.key(self.key) + names.targets(self.targets)
         # On the command line too, like the lines that a job logs.
         job = self.location + KeyNames().targets(self.targets)
-        return f"{job}: {self.step}" if self.step else job
+        name = STEP_NAMES[self.step] if self.step else ""
+        return f"{job}: {name}" if name else job
 
     @property
     def account(self) -> str:
@@ -309,7 +322,7 @@ class EpcontextError(Exception):
         super().__init__(*problems)
         self.problems = problems
 
-    def located(self: ErrorT, location: str, *targets: str, step: str = "") -> ErrorT:
+    def located(self: ErrorT, location: str, *targets: str, step: Step | None = None) -> ErrorT:
         """The same error; problems without a location get this one."""
         return type(self)(
             *(

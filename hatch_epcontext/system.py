@@ -125,14 +125,14 @@ def is_of_system(error: OSError) -> bool:
 
 
 def removed_problem(folder: Path, location: str) -> Problem:
-    """The problem that another program removed the temporary ``folder`` of a step."""
+    """The problem that another program removed the temporary ``folder`` of a worker."""
     message = f"the temporary folder {folder} was removed while the build was running."
     hint = f"Keep programs that clean temporary folders away from it, or set {TEMP_VARIABLE} to another one."
     return Problem(Kind.SYSTEM_ERROR, location, message, hint)
 
 
 def full_disk_problem(folder: Path, location: str, output: str) -> Problem | None:
-    """The problem if ``folder``, in which a step failed with this ``output``, is full; else None."""
+    """The problem if ``folder``, in which a worker failed with this ``output``, is full; else None."""
     with contextlib.suppress(OSError):
         has_room = shutil.disk_usage(folder).free >= _NO_ROOM
         if has_room and not _FULL_IN_WORDS.search(output):

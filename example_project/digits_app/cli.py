@@ -30,6 +30,6 @@ def main() -> int:
     digit, confidence = classify(session, image)
     print(f"{digit} ({confidence:.1%} sure, on {target_of(session)})")
     if arguments.explain:
-        for step in explain("digits", device=arguments.device):
-            print(f"  {step}")
+        for attempt in explain("digits", device=arguments.device):
+            print(f"  {attempt}")
     return 0

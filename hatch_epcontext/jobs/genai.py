@@ -210,7 +210,7 @@ def compare_answers(
             build.cache.put("facts", key, answers)
         _check(answers, limit.snr)
     except BuildError as error:
-        raise error.located(where, step="validation") from error
+        raise error.located(where, step="validate") from error
     return answers
 
 
@@ -245,7 +245,7 @@ def _converse(build: Build, job: Job, where: str, results: Sequence[Built]) -> t
     changes = json.dumps(overlay(results, build.sources))
     request = ConverseRequest(str(moved), stage.genai, changes, target.plugin)
     with build.device(target):
-        answers = build.workers.call(request, scratch, location=where, step="validation")
+        answers = build.workers.call(request, scratch, location=where, step="validate")
     shutil.rmtree(moved)
     return answers
 

@@ -24,6 +24,7 @@ from hatch_epcontext.errors import (
     Kind,
     Problem,
     Setting,
+    Step,
     UnavailableError,
 )
 from hatch_epcontext.files import is_sha256
@@ -289,7 +290,7 @@ class _JobRun:
                 "the artifact in the cache was not validated with these inputs, this tolerance and these "
                 "options."
             )
-            raise self._not_cached(reason, step="validation")
+            raise self._not_cached(reason, step="validate")
         if reason := job.reason_not_to_open:
             alone = [other for other in self._job.alone if other.models == (model,)]
             built = map(self._run_alone, alone)
@@ -358,7 +359,7 @@ class _JobRun:
             waits = "waits for another job or build, which compiles the same"
             workers.report(f"{self._job.location}: {waits}")
 
-    def _not_cached(self, reason: str, step: str = "") -> BuildError:
+    def _not_cached(self, reason: str, step: Step | None = None) -> BuildError:
         """The error of a job that only reads the cache."""
         message = f"{PREFIX}FROM_CACHE allows this target only from the cache, and {reason}"
         hint = (
@@ -431,7 +432,7 @@ def check_required(job: Job, model: Model, validation: Validation) -> None:
                 f'{reason.rstrip(".")}, and validate is "require".',
                 "Build on another machine, or check only what this one can.",
                 settings=(Setting(validate if only_mode else validate / "mode", "auto"),),
-                step="validation",
+                step="validate",
             )
         )
     problems = [
@@ -442,7 +443,7 @@ def check_required(job: Job, model: Model, validation: Validation) -> None:
             f'{agreement.reason}, and validate is "require".',
             "Give real inputs.",
             settings=(Setting(validate / "inputs", "samples.npz"),),
-            step="validation",
+            step="validate",
         )
         for agreement in validation.inconclusive
     ]

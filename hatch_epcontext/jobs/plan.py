@@ -14,7 +14,7 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import file_name, listing
 
-FORMAT = 31
+FORMAT = 32
 """Increased when workers compile or validate the same request differently."""
 
 _NOT_COMPILED = frozenset(

@@ -103,8 +103,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a recipe gave no artifact: the simplifier fails or leaves ``control_flow`` (``"prepare"``), there
-    is nothing to change (``"change"``), or the EP refuses the result (``"compile"``).
+    """Why a recipe gave no artifact, and in which `Step`.
+
+    In ``"prepare"`` the simplifier fails or leaves ``control_flow``, in ``"change"`` nothing changes, in
+    ``"compile"`` the EP refuses the result.
 
     ``rewrites``: what was done to the models. ``is_accident``: whether another build may not meet it.
     ``quantized``: the format of a model's static quantization. ``nodes``: those that the EP refuses, of the

@@ -323,7 +323,7 @@ class Search:
         """The problems of outputs of ``attempt`` that differ from the CPU's."""
         validations = [one.validation for one in self.validations_of(attempt).values()]
         problems = (p for v in validations for p in (*v.failures, *v.problems))
-        return tuple(replace(problem, step="validation") for problem in problems)
+        return tuple(replace(problem, step="validate") for problem in problems)
 
     def adding(self, attempt: Attempt) -> Search:
         """The search with ``attempt``, instead of what is known about its recipe."""

@@ -64,9 +64,9 @@ class Build:
     day: str = field(default_factory=lambda: datetime.now(timezone.utc).date().isoformat())
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def scratch(self, step: str) -> Path:
-        """A new path for files of a ``step``."""
-        return self.staging / "steps" / f"{next(self._numbers)}-{step}"
+    def scratch(self, purpose: str) -> Path:
+        """A new path for files of this ``purpose``."""
+        return self.staging / "scratch" / f"{next(self._numbers)}-{purpose}"
 
     def device(self, target: Target) -> AbstractContextManager[object]:
         """The lock of a step that uses the target's EP: other steps wait if its device is exclusive."""
@@ -150,7 +150,7 @@ class Steps:
         paths = tuple(model.path for model in prepared)
         request = CompileRequest(job.models, paths, target, str(folder))
         log = self.build.scratch("compile")
-        return worker.call(request, log, location=job.location, step="")
+        return worker.call(request, log, location=job.location, step="compile")
 
     def validate(
         self,
@@ -196,7 +196,7 @@ class Steps:
         def call(request: ValidateRequest) -> Validated:
             with self.build.device(target), self.build.workers.process(purpose) as worker:
                 log = self.build.scratch("validate")
-                return worker.call(request, log, location=job.location, step="validation")
+                return worker.call(request, log, location=job.location, step="validate")
 
         prepare = partial(self._simplify, job, to_run, Recipe("none"), self.build.workers)
         source = self._sources.get(_source_key(job, to_run))
@@ -305,7 +305,7 @@ class Steps:
         # Which makes both folders.
         call = folder / "call"
         start = time.monotonic()
-        prepared = worker.call(request, call, location=job.location, step="preparation")
+        prepared = worker.call(request, call, location=job.location, step="prepare")
         if source is None:
             self._announce(job, prepared, time.monotonic() - start)
         self._sources.setdefault(_source_key(job, model), prepared)
@@ -358,7 +358,7 @@ class Steps:
             leaves=change.kind == "leave",
         )
         log = folder / "call"
-        after = worker.call(request, log, location=job.location, step="preparation")
+        after = worker.call(request, log, location=job.location, step="change")
         if corrects:
             after = replace(after, dropped=(*before.dropped, *after.dropped))
         return after

@@ -45,7 +45,7 @@ def places(failures: Sequence[FailureReport]) -> list[str]:
 def test_the_same_failure_for_several_targets_is_one_for_each_model(project: Path) -> None:
     def problem(job: Job) -> Problem:
         log = f"took {len(job.name)} s"
-        return Problem(Kind.COMPILE_FAILED, "", "does not work.", log=log, step="preparation")
+        return Problem(Kind.COMPILE_FAILED, "", "does not work.", log=log, step="prepare")
 
     jobs = plan(configured(project, TOML)).jobs
     failures = [failure(job, problem(job)) for job in jobs]

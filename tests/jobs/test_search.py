@@ -586,7 +586,7 @@ def test_what_compiles_and_cannot_be_run_loses_to_what_can(project: Path) -> Non
     assert other is not None
     assert name_of(other.recipe) == "rewrite"
     problem = why(job_of(project), Ep({"plain": ()}, {"plain": failing}))
-    assert (problem.kind, problem.step) == (Kind.COMPILE_FAILED, "validation")
+    assert (problem.kind, problem.step) == (Kind.COMPILE_FAILED, "validate")
     assert problem.causes == ("Or, at last, compile the model only for the CPU (targets).",)
 
 
@@ -664,7 +664,7 @@ def test_the_error_is_that_of_the_attempt_that_leaves_the_user_least_to_solve(
 def test_the_difference_that_is_nearest_to_the_limits_is_the_error(project: Path) -> None:
     ep = Ep({"plain": (), "unfused": ()}, {"plain": wrong(-9), "unfused": wrong(-3)})
     problem = why(job_of(project), ep)
-    assert (problem.kind, problem.step) == (Kind.OUTPUT_DIFFERS, "validation")
+    assert (problem.kind, problem.step) == (Kind.OUTPUT_DIFFERS, "validate")
     assert (
         "unmodified: the output 'y' differs from the CPU's, 9 dB beyond the limits" in problem.tried
     )

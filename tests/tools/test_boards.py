@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hatch_epcontext.config.settings import CompileSettings, Target
-from hatch_epcontext.errors import UnavailableError
+from hatch_epcontext.errors import Step, UnavailableError
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.tools.boards import Board, BoardDevice
@@ -101,7 +101,7 @@ class Described(Workers):
         super().__init__(1.0)
         self._reply = Devices(devices, reason)
 
-    def call(self, request: Any, folder: Path, *, location: str, step: str | None = None) -> Any:
+    def call(self, request: Any, folder: Path, *, location: str, step: Step | None = None) -> Any:
         if isinstance(request, LibraryRequest):
             return {"Any": self._reply}
         runtime = Runtime("1.32.0", (), True)

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hatch_epcontext.errors import (
+    STEP_NAMES,
     AccidentError,
     BuildError,
     CrashError,
     InterruptedBuildError,
     Kind,
     Problem,
+    Step,
 )
 from hatch_epcontext.jobs.processes.failures import (
     LOG_LIMIT,
@@ -129,7 +131,7 @@ class Workers:
         folder: Path,
         *,
         location: str,
-        step: str | None = None,
+        step: Step | None = None,
     ) -> ReplyT:
         """The reply of a worker of its own to ``request``; see `Worker.call`."""
         with self.process() as worker:
@@ -203,13 +205,13 @@ class Worker:
         folder: Path,
         *,
         location: str,
-        step: str | None = None,
+        step: Step | None = None,
     ) -> ReplyT:
         """The worker's reply to ``request``.
 
         ``folder``, which is created, is the worker's working directory and gets its log. ``location`` labels
-        the log, and problems without a location. With the ``step`` of a job (empty for compiling) problems
-        get only the step: the job's runner sets their location. Raises what the worker raised, CrashError
+        the log, and problems without a location. With the ``step`` of a job problems get only that:
+        the job's runner sets their location. Raises what the worker raised, CrashError
         when it crashes, LimitError when it takes too long or too much memory, and AccidentError when it is
         killed or the system refuses something; all this only in a process that has done no other task.
         """
@@ -231,10 +233,11 @@ class Worker:
         return self._call(request, folder, location, step)
 
     def _call(
-        self, request: WorkerRequest[ReplyT], folder: Path, location: str, step: str | None
+        self, request: WorkerRequest[ReplyT], folder: Path, location: str, step: Step | None
     ) -> ReplyT:
         workers, limit = self._workers, self._workers.memory_limit
-        label = f"{location}: {step}" if step else location
+        name = STEP_NAMES[step] if step else ""
+        label = f"{location}: {name}" if name else location
         order = Order(request.action, request, folder, workers.verbose, limit)
         line = to_json(order, indent=None)
         log = WorkerLog(folder, label, workers.log)
@@ -263,7 +266,7 @@ class Worker:
                 error = CrashError(Problem(Kind.WORKER_CRASHED, "", reason))
             raise by_causes(error, log, limit)
         except BuildError as error:
-            raise error.located(location if step is None else "", step=step or "") from error
+            raise error.located("" if step else location, step=step) from error
 
     def _exchange(self, line: bytes, log: WorkerLog, label: str) -> tuple[bytes, bytes] | None:
         """The answer to the request ``line``, or the end of the worker; None after the timeout."""
