@@ -34,7 +34,7 @@ _REPLY = "reply.json"
 # A compiler that needs longer is ended.
 _SECONDS = 3600.0
 
-# What failed is tried again after as many seconds.
+# What failed is compiled again after as many seconds.
 _REMEMBERED = 7 * 24 * 60 * 60.0
 
 # Bytes below which a file system counts as full: compilers rarely report that reason.
@@ -260,12 +260,12 @@ def _reason_not_to_start() -> str:
 
 
 def _refusal(folder: Path, key: str) -> str:
-    """Why compiling has failed before, if that is not to be tried again yet, or an empty text."""
+    """Why compiling has failed before, if it is not to be repeated yet, or an empty text."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         record = json.loads((folder / f"{key}.json").read_bytes())
         if 0 <= time.time() - record["time"] < _REMEMBERED:
             until = time.strftime("%Y-%m-%d", time.localtime(record["time"] + _REMEMBERED))
-            return f"{record['reason']} (tried again from {until} on, or with new versions)"
+            return f"{record['reason']} (compiled again from {until} on, or with new versions)"
     return ""
 
 

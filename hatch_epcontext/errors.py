@@ -205,7 +205,7 @@ class Problem:
     ``settings``: what the user can set to solve the problem, after the sentence in ``hint``.
     ``log``: the end of a worker's log.
     ``targets``: those that have the problem.
-    ``tried``: other recipes for the job, each with its result.
+    ``notes``: other recipes for the job, each with its result, or why it was not tried.
     ``step``: that of a job.
     ``causes``: other possible causes, in sentences.
     ``nodes``: the names of the nodes of the model that the EP refuses, if nothing is compiled.
@@ -219,7 +219,7 @@ class Problem:
     settings: tuple[Setting, ...] = ()
     log: str | None = None
     targets: tuple[str, ...] = ()
-    tried: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     step: Step | None = None
     causes: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
@@ -258,8 +258,8 @@ class Problem:
 
     @property
     def account(self) -> str:
-        """The message, and what else was tried, in lines."""
-        return "\n".join([self.message, *(f"Also tried: {attempt}" for attempt in self.tried)])
+        """The message, and the notes, in lines."""
+        return "\n".join([self.message, *(f"Note: {note}" for note in self.notes)])
 
     def advice(self, names: KeyNames | None = None) -> str:
         """What to do: the hint, the other causes and the settings; may be empty."""

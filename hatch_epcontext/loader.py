@@ -208,7 +208,7 @@ def runner(name: str, **arguments: Any) -> Any:
 
 @_typed_as(load)
 def explain(name: str, **arguments: Any) -> list[TargetAttempt]:
-    """What `load` tries with the same arguments, and why. It opens a session to find out."""
+    """What `load` does with each target, and why, with the same arguments. It opens a session to find out."""
     try:
         return list(load(name, **arguments).epcontext_attempts)
     except LoadError as error:

@@ -177,7 +177,7 @@ def _try(
 def _usable() -> list[str]:
     """The providers that are installed and offer a device here, or else that of the CPU."""
     states = [state for state in provider_states() if state.package]
-    # A start tries the targets in their order.
+    # A start goes through the targets in their order.
     states.sort(key=lambda s: (s.provider == "cpu", PROVIDERS[s.provider].product != "context"))
     for state in states:
         provider = PROVIDERS[state.provider]

@@ -65,7 +65,7 @@ def failure(
     if cause.day and not job.target.from_cache:
         again = f"This was tried before ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
         first = replace(first, message=f"{first.message}\n{again}")
-    first = replace(first, tried=notes(search, cause))
+    first = replace(first, notes=notes(search, cause))
     if not differing and not agreeing:
         first = _with_unrolling(first, job, attempts)
     if _is_broken(job, cause, attempts):

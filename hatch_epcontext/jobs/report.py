@@ -52,7 +52,7 @@ class JobReport:
     """One job.
 
     ``size``: bytes of all its ``files``.
-    ``times``: those of the build that compiled it, if that is known. ``tried``: rewrites that were wrong and
+    ``times``: those of the build that compiled it, if that is known. ``notes``: rewrites that were wrong and
     left out, and other recipes, each with its result.
     """
 
@@ -61,7 +61,7 @@ class JobReport:
     cached: bool
     models: tuple[ModelReport, ...]
     times: Times | None
-    tried: tuple[str, ...]
+    notes: tuple[str, ...]
     size: int
     group: str | None
     files: Mapping[str, FileRecord]
@@ -100,7 +100,7 @@ def _report(
 ) -> JobReport:
     record, winner, validated = built.record, built.attempt, built.validated
     models = zip(built.job.models, record.preparations, record.contexts, strict=True)
-    tried = (*winner.dropped, *notes(built.search, winner))
+    lines = (*winner.dropped, *notes(built.search, winner))
     return JobReport(
         target=built.job.target.name,
         provider=built.job.target.provider.name,
@@ -121,7 +121,7 @@ def _report(
             for model, preparation, context in models
         ),
         times=winner.times,
-        tried=tuple(dict.fromkeys(tried)),
+        notes=tuple(dict.fromkeys(lines)),
         size=built.record.size,
         group=built.job.group,
         files=record.files,

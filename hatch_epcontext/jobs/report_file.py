@@ -147,7 +147,7 @@ def _job(job: JobReport) -> _Html:
         "compiled in": [f"{times.compile:.1f} s{cached}"] if times else [],
         "with": [f"{job.provider}, {pairs(job.versions)}"],
         "files": (f"{n}, {show_size(f.size)}, sha256 {f.sha256}" for n, f in job.files.items()),
-        "also tried": job.tried,
+        "notes": job.notes,
     }
     models = [_model(model, job) for model in job.models]
     return _tag("article", _tag("h3", _name(job)), _facts(facts), models, id=_name(job, "-"))

@@ -52,7 +52,7 @@ def _verdict(search: Search, attempt: Attempt) -> Verdict:
 
 @dataclass(frozen=True)
 class _Form:
-    """The attempts of one form of a job, quantized or dequantized, by the phases of the stages.
+    """One form of a job, as it is or dequantized, with its attempts ``by_phase`` of the stages.
 
     ``earlier``: the attempts of the other form before it. ``is_spent``: whether a result which may be shipped
     is good enough.
@@ -63,7 +63,7 @@ class _Form:
     earlier: tuple[Attempt, ...]
     dequantize: bool
     is_spent: bool
-    attempts: Mapping[str, list[Attempt]]
+    by_phase: Mapping[str, list[Attempt]]
 
     def verdict(self, attempt: Attempt) -> Verdict:
         """The verdict on ``attempt``; raises _UnvalidatedError if there is none yet."""
@@ -71,12 +71,12 @@ class _Form:
 
     def all(self, *phases: str) -> list[Attempt]:
         """The attempts of these ``phases``, in order."""
-        return [attempt for phase in phases for attempt in self.attempts[phase]]
+        return [attempt for phase in phases for attempt in self.by_phase[phase]]
 
     @property
-    def tried(self) -> tuple[Attempt, ...]:
+    def attempts(self) -> tuple[Attempt, ...]:
         """Those of all phases, after the ``earlier`` ones."""
-        return (*self.earlier, *self.all(*self.attempts))
+        return (*self.earlier, *self.all(*self.by_phase))
 
     def enough(self, *phases: str) -> list[Attempt]:
         """Those of ``phases`` that may win, in order."""
@@ -396,10 +396,10 @@ def _next_in_form(form: _Form) -> Try | Won | Lost:
         if (outcome := _next_in_stage(form, stage)) is not None:
             return outcome
         # ONNX Runtime optimizes any graph: there is nothing else to change.
-        is_done = form.tried[-1].stopped_in == "prepare" or not form.provider.has_coverage
+        is_done = form.attempts[-1].stopped_in == "prepare" or not form.provider.has_coverage
         if stage.phase == "prepare" and is_done:
             break
-    return Lost(form.tried)
+    return Lost(form.attempts)
 
 
 def _next_in_stage(form: _Form, stage: Stage) -> Try | Won | None:
@@ -408,12 +408,12 @@ def _next_in_stage(form: _Form, stage: Stage) -> Try | Won | None:
     while len(own) < stage.rounds and (stage.applies is None or stage.applies(form)):
         proposed = stage.propose(form, own)
         recipe = proposed and replace(proposed, dequantize=form.dequantize)
-        if recipe is None or any(attempt.recipe == recipe for attempt in form.tried):
+        if recipe is None or any(attempt.recipe == recipe for attempt in form.attempts):
             return None
         if (attempt := form.search.attempt_with(recipe)) is None:
             return Try(recipe)
         own.append(attempt)
-        form.attempts[stage.phase].append(attempt)
+        form.by_phase[stage.phase].append(attempt)
         if attempt.is_whole and form.verdict(attempt).agrees:
             return Won(attempt)
     return None

@@ -46,7 +46,7 @@ def models(root: Path, printed: str) -> dict[str, Any]:
     assert printed
     jobs = json.loads((root / "report.json").read_text(encoding="utf-8"))["jobs"]
     return {
-        model["model"]: {**model, "tried": job["tried"]} for job in jobs for model in job["models"]
+        model["model"]: {**model, "notes": job["notes"]} for job in jobs for model in job["models"]
     }
 
 
@@ -63,7 +63,7 @@ def test_onnxslim_is_used_where_onnx_runtime_fails_and_the_report_says_so(
     voice = models["voice"]
     assert voice["preparation"]["simplifier"] == "onnxslim"
     # It crashes, or reports its own graph as invalid: both happen.
-    assert voice["tried"][0].startswith(("onnxruntime crashes ", "onnxruntime failed: "))
+    assert voice["notes"][0].startswith(("onnxruntime crashes ", "onnxruntime failed: "))
 
 
 def test_the_sources_are_unchanged(models: dict[str, Any], root: Path) -> None:

@@ -38,7 +38,7 @@ def test_what_is_refused_is_rewritten_and_named(tmp_path: Path) -> None:
     assert compiled.coverage.uncovered == ()
     names = ("reverse_sequence_as_gather", "batch_matmul_nbits", "erf_as_tanh")
     assert compiled.preparation.rewrites == names
-    assert job.tried == ("unmodified: 3 nodes on the CPU",)
+    assert job.notes == ("unmodified: 3 nodes on the CPU",)
     assert compiled.validation.status is ValidationStatus.RAN
     assert any("3 rewrites of 3 nodes" in line for line in lines)
     assert onnx.load(tmp_path / "a.onnx") == refused
@@ -72,7 +72,7 @@ def test_the_good_nodes_of_an_operator_stay_where_an_odd_one_is_refused(
     (compiled,) = job.models
     prepared = compiled.preparation
     assert (prepared.rewrites, prepared.replaced, prepared.nodes) == ((rewrite,), 1, nodes)
-    assert job.tried == ("unmodified: 1 node on the CPU",)
+    assert job.notes == ("unmodified: 1 node on the CPU",)
     assert compiled.coverage is not None
     assert (compiled.coverage.nodes, compiled.coverage.uncovered) == (nodes, ())
     assert compiled.validation.status is ValidationStatus.RAN
@@ -101,7 +101,7 @@ def test_a_node_that_stays_is_named_with_the_reason_why_no_rewrite_applied(
         (problem,) = raised.value.problems
         assert "Left to the CPU: Slice moving (" in problem.message
         assert "; slice_as_gather does not apply: its start has 2 axes)" in problem.message
-        assert problem.tried == ("slice_as_gather does not apply to 1 Slice: its start has 2 axes",)
+        assert problem.notes == ("slice_as_gather does not apply to 1 Slice: its start has 2 axes",)
 
 
 ATTENDING = """(float[1, 2, 1, 8] x, float[1, 2, 9, 8] k, int64[1] n) => (float[1, 2, 1, 8] y) {

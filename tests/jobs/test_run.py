@@ -153,7 +153,7 @@ def test_uncovered_nodes_are_named_and_fail_by_default(
         run(toml, workers=Workers(120, log.append))
     assert requests(log) == {}
     assert "HATCH_EPCONTEXT_NO_CACHE=1 tries it again" in str(raised.value)
-    assert raised.value.problems[0].tried == problem.tried
+    assert raised.value.problems[0].notes == problem.notes
     # A lower bound does not compile again.
     (built,) = run(toml + "min-coverage = 0.6\n", workers=Workers(120, log.append)).built
     assert built.cached

@@ -658,7 +658,7 @@ def test_the_error_is_that_of_the_attempt_that_leaves_the_user_least_to_solve(
     problem = why(job_of(project), Ep(outcomes), is_dynamic="floats" in outcomes)
     assert problem.kind is kind
     assert message in problem.message
-    assert any(tried in note for note in problem.tried)
+    assert any(tried in note for note in problem.notes)
 
 
 def test_the_difference_that_is_nearest_to_the_limits_is_the_error(project: Path) -> None:
@@ -666,7 +666,7 @@ def test_the_difference_that_is_nearest_to_the_limits_is_the_error(project: Path
     problem = why(job_of(project), ep)
     assert (problem.kind, problem.step) == (Kind.OUTPUT_DIFFERS, "validate")
     assert (
-        "unmodified: the output 'y' differs from the CPU's, 9 dB beyond the limits" in problem.tried
+        "unmodified: the output 'y' differs from the CPU's, 9 dB beyond the limits" in problem.notes
     )
 
 

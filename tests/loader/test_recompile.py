@@ -406,7 +406,7 @@ def test_accidents_and_refusals_are_remembered(
     again = explained(app)
     assert again.startswith("npu: skipped, nothing is compiled on this machine: ")
     assert reason in again
-    assert "(tried again from " in again
+    assert "(compiled again from " in again
     assert compilers.started == started != []
     wait_for(lambda: not any(map(is_running, started)))
     now = time.time()

@@ -13,7 +13,7 @@ from hatch_epcontext.worker.requests import Trial, TrialRequest
 from hatch_epcontext.worker.session import LEVELS, load, open_session, preload
 
 _OLDEST = 13
-"""The oldest opset that is tried."""
+"""The oldest opset of a trial."""
 
 _MODEL = """
 <ir_version: 8, opset_import: ["" : {opset}]>
