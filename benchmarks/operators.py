@@ -1,7 +1,7 @@
 """Builds ONNX's own node tests for an EP, and counts by operator what compiles whole and computes right.
 
     python -m benchmarks.operators --provider qnn            # by builds, as users start them
-    python -m benchmarks.operators --provider qnn --alone    # by the EP alone, without rewrites
+    python -m benchmarks.operators --provider qnn --plain    # by the plain EP, without rewrites
     python -m benchmarks.operators --operator Resize --operator Pad
 
 The tests are in the package onnx. Those of plain tensors become models, in which what an exporter stores is
@@ -57,7 +57,7 @@ AT_ONCE = 128
 """The most models in one build."""
 
 NEAR = 0.1
-"""The largest relative error of an EP alone that counts as right."""
+"""The largest relative error of a plain EP that counts as right."""
 
 _MOST_REASONS = 2
 """The most reasons of an operator that the table keeps."""
@@ -84,16 +84,16 @@ class Result:
 class Row:
     """The results of all tests of an operator: how each ended, through which rewrites, and why."""
 
-    forms: int = 0
+    tests: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     rewrites: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
 
-    def stored(self, alone: int) -> dict[str, Any]:
-        """The row as JSON; ``alone``: how many tests the EP alone compiles whole and right."""
+    def stored(self, plain: int) -> dict[str, Any]:
+        """The row as JSON; ``plain``: how many tests the plain EP compiles whole and right."""
         reasons = [reason for reason, _ in self.reasons.most_common(_MOST_REASONS)]
         counts = {"ends": dict(self.ends), "rewrites": dict(self.rewrites)}
-        return {"forms": self.forms, "alone": alone, **counts, "reasons": reasons}
+        return {"tests": self.tests, "plain": plain, **counts, "reasons": reasons}
 
 
 def write_tests(folder: Path, operators: Sequence[str]) -> dict[str, str]:
@@ -220,13 +220,15 @@ def _read(report: Any, names: Mapping[str, str]) -> dict[str, Result]:
     return results
 
 
-def alone(folder: Path, names: Mapping[str, str], provider: str) -> dict[str, Result]:
+def plain(folder: Path, names: Mapping[str, str], provider: str) -> dict[str, Result]:
     """What the EP compiles whole without a build, each test in a process of its own."""
     context: Any = multiprocessing.get_context(None if sys.platform == "win32" else "fork")
     results = {}
     for name, operator in names.items():
         answer: Any = context.Queue()
-        process = context.Process(target=_alone, args=(folder / f"{name}.onnx", provider, answer))
+        process = context.Process(
+            target=_try_plain, args=(folder / f"{name}.onnx", provider, answer)
+        )
         process.start()
         try:
             end, why = answer.get(timeout=20)
@@ -238,17 +240,17 @@ def alone(folder: Path, names: Mapping[str, str], provider: str) -> dict[str, Re
     return results
 
 
-def _alone(path: Path, provider: str, answer: Any) -> None:
+def _try_plain(path: Path, provider: str, answer: Any) -> None:
     with Path(os.devnull).open("wb") as null:
         for stream in (1, 2):
             os.dup2(null.fileno(), stream)
     try:
-        answer.put(_compare_alone(path, provider))
+        answer.put(_compare_plain(path, provider))
     except Exception as error:
         answer.put(("refused", str(error)[:200]))
 
 
-def _compare_alone(path: Path, provider: str) -> tuple[str, str]:
+def _compare_plain(path: Path, provider: str) -> tuple[str, str]:
     import onnxruntime as ort
 
     options = start(provider)
@@ -282,7 +284,7 @@ def rows(results: Mapping[str, Result]) -> dict[str, Row]:
     table: defaultdict[str, Row] = defaultdict(Row)
     for result in results.values():
         row = table[result.operator]
-        row.forms += 1
+        row.tests += 1
         row.ends[result.end] += 1
         row.rewrites.update(result.rewrites)
         if result.why:
@@ -315,14 +317,14 @@ def _shorten(why: str) -> str:
 def show(table: Mapping[str, Row]) -> Iterator[str]:
     """The lines of a table."""
     ends = ("right", "folds", "partial", "wrong", "refused")
-    yield f"{'operator':28} forms" + "".join(f"{end:>9}" for end in ends) + "  rewrites; reasons"
-    total = Row(sum(row.forms for row in table.values()))
+    yield f"{'operator':28} tests" + "".join(f"{end:>9}" for end in ends) + "  rewrites; reasons"
+    total = Row(sum(row.tests for row in table.values()))
     for row in table.values():
         total.ends += row.ends
     for name, row in {"all": total, **table}.items():
         counts = "".join(f"{row.ends[end]:9}" for end in ends)
         texts = [*row.rewrites, *(f"{reason} x{n}" for reason, n in row.reasons.most_common(2))]
-        yield f"{name:28} {row.forms:5}{counts}  {'; '.join(texts)}"
+        yield f"{name:28} {row.tests:5}{counts}  {'; '.join(texts)}"
 
 
 def _iterate(arguments: argparse.Namespace) -> dict[str, Result]:
@@ -335,7 +337,7 @@ def _iterate(arguments: argparse.Namespace) -> dict[str, Result]:
             names = {n: o for n, o in names.items() if any(map(n.__contains__, arguments.test))}
         if arguments.keep:
             shutil.copytree(folder, arguments.keep, dirs_exist_ok=True)
-        return (alone if arguments.alone else build)(folder, names, arguments.provider)
+        return (plain if arguments.plain else build)(folder, names, arguments.provider)
 
 
 def main() -> None:
@@ -343,7 +345,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--provider", default="qnn", choices=sorted(PACKAGES.keys() & OPTIONS))
-    parser.add_argument("--alone", action="store_true", help="the EP alone, without a build")
+    parser.add_argument("--plain", action="store_true", help="the plain EP, without a build")
     parser.add_argument("--operator", action="append", help="only its tests; repeatable")
     parser.add_argument("--test", action="append", help="only tests with this in their names")
     parser.add_argument("--keep", type=Path, help="a folder for the models")
@@ -362,11 +364,11 @@ def main() -> None:
         stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         for name, row in table.items():
             before = stored.get(name, {})
-            if arguments.alone:
+            if arguments.plain:
                 stored[name] = {"ends": {}, "rewrites": {}, "reasons": []} | before
-                stored[name] |= {"forms": row.forms, "alone": row.ends["right"]}
+                stored[name] |= {"tests": row.tests, "plain": row.ends["right"]}
             else:
-                stored[name] = row.stored(before.get("alone", 0))
+                stored[name] = row.stored(before.get("plain", 0))
         path.write_text(f"{json.dumps(stored, indent=1)}\n", encoding="utf-8")
 
 

@@ -273,10 +273,10 @@ def _operators() -> str:
         rows = json.loads(path.read_text(encoding="utf-8"))
         sums = Counter[str]()
         for row in rows.values():
-            sums.update({"forms": row["forms"], "alone": row["alone"], **row["ends"]})
+            sums.update({"tests": row["tests"], "plain": row["plain"], **row["ends"]})
         lines.append(
-            f"### {path.stem.partition('-')[2]}\n\nOf {sums['forms']:,} tests the plain EP compiles "
-            f"{sums['alone']} whole and right, a build {sums['right']:,}; the results of "
+            f"### {path.stem.partition('-')[2]}\n\nOf {sums['tests']:,} tests the plain EP compiles "
+            f"{sums['plain']} whole and right, a build {sums['right']:,}; the results of "
             f"{sums['folds']} more are constants.\n"
         )
         named = (
@@ -293,11 +293,11 @@ def _operators() -> str:
 
 
 def _operator(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-    ends, counts = row["ends"], (row["forms"], row["alone"])
+    ends, counts = row["ends"], (row["tests"], row["plain"])
     done = [str(count or "") for count in (*counts, ends.get("right"), ends.get("folds"))]
     rewrites = Counter(row["rewrites"]).most_common(3)
     reasons = [] if name == _SEVERAL else [REASONS[name]] if name in REASONS else row["reasons"]
-    why = "; ".join(reasons) if ends.get("right", 0) + ends.get("folds", 0) < row["forms"] else ""
+    why = "; ".join(reasons) if ends.get("right", 0) + ends.get("folds", 0) < row["tests"] else ""
     shown = f"`{name}`" if name != _SEVERAL else "(several)"
     return shown, *done, _code([rewrite for rewrite, _ in rewrites]), why.replace("|", r"\|")
 

@@ -191,12 +191,12 @@ def answers_key(build: Build, built: Built) -> str:
 
 
 def compare_answers(
-    build: Build, built: Built, run_alone: Callable[[], Sequence[Built]]
+    build: Build, built: Built, compile_alone: Callable[[], Sequence[Built]]
 ) -> tuple[Answer, ...]:
     """What onnxruntime-genai answers with ``built``; none if that is not due, or cannot be run here.
 
-    ``run_alone`` gives what is run instead of ``built``. Raises BuildError if it answers otherwise than on
-    the CPU.
+    ``compile_alone`` gives what is run instead of ``built``. Raises BuildError if it answers otherwise than
+    on the CPU.
     """
     job = built.job
     limit = job.models[0].tolerance_for(job.target)
@@ -206,7 +206,7 @@ def compare_answers(
     try:
         answers = build.cache.get("facts", key, tuple[Answer, ...]) or ()
         if not answers and not job.target.from_cache and can_answer(job):
-            answers = _converse(build, job, where, run_alone())
+            answers = _converse(build, job, where, compile_alone())
             build.cache.put("facts", key, answers)
         _check(answers, limit.snr)
     except BuildError as error:

@@ -88,7 +88,7 @@ def store_result(build: Build, job: Job, built: Built) -> None:
 
 class _JobRun:
     """One job of ``build``, with the folders of what it has compiled or taken from the cache, by the keys of
-    these artifacts, and the results of the jobs that are run instead of it, see `Job.alone`.
+    these artifacts, and the results of the jobs that are run instead of it, see `Job.jobs_alone`.
     """
 
     def __init__(self, build: Build, job: Job, steps: Steps) -> None:
@@ -96,7 +96,7 @@ class _JobRun:
         self._fingerprint = fingerprint(build, job)
         self._key, self._start = "", time.monotonic()
         self._folders: dict[str, Path] = {}
-        self._alone: dict[str, Built] = {}
+        self._built_alone: dict[str, Built] = {}
 
     def compile(self) -> Built:
         """The winner of the job's search, which goes on where earlier builds ended."""
@@ -146,7 +146,7 @@ class _JobRun:
         search = Search(
             job.target.settings,
             terms_of(build, job),
-            # For groups and contexts for several chips, other jobs are compared: see `Job.alone`.
+            # For groups and contexts for several chips, other jobs are compared: see `Job.jobs_alone`.
             compares=job.group is None and not job.reason_not_to_open,
             is_dynamic=any(source.facts.dynamic for source in sources) and job.may_dequantize,
         )
@@ -292,9 +292,9 @@ class _JobRun:
             )
             raise self._not_cached(reason, step="validate")
         if reason := job.reason_not_to_open:
-            alone = [other for other in self._job.alone if other.models == (model,)]
-            built = map(self._run_alone, alone)
-            return worst_of_alone([b.validated[model.name] for b in built], reason)
+            others = (other for other in self._job.jobs_alone if other.models == (model,))
+            built = map(self._compile_alone, others)
+            return worst_alone([b.validated[model.name] for b in built], reason)
         with self._files_unchanged():
             try:
                 assert attempt.record is not None, "only an artifact is validated"
@@ -306,23 +306,23 @@ class _JobRun:
                 failed = Validation(ValidationStatus.RAN, failures=error.problems)
                 return Validated(failed, is_accident=isinstance(error, AccidentError))
 
-    def _run_alone(self, job: Job) -> Built:
+    def _compile_alone(self, job: Job) -> Built:
         """The result of one of the jobs that are run instead of this one."""
-        if job.folder not in self._alone:
+        if job.folder not in self._built_alone:
             try:
-                self._alone[job.folder] = _JobRun(self._build, job, self._steps).compile()
+                self._built_alone[job.folder] = _JobRun(self._build, job, self._steps).compile()
             except BuildError as error:
                 raise job.located(error) from error
-        return self._alone[job.folder]
+        return self._built_alone[job.folder]
 
     def compare_answers(self, built: Built) -> tuple[Answer, ...]:
         """What onnxruntime-genai answers with ``built``; see `genai.compare_answers`."""
 
-        def run_alone() -> Sequence[Built]:
+        def compile_alone() -> Sequence[Built]:
             # Only a device opens contexts that share weights: another process would crash.
-            return [*map(self._run_alone, self._job.alone)] or [built]
+            return [*map(self._compile_alone, self._job.jobs_alone)] or [built]
 
-        return compare_answers(self._build, built, run_alone)
+        return compare_answers(self._build, built, compile_alone)
 
     def _finish(self, search: Search, winner: Attempt, folder: Path) -> Built:
         """The result; raises BuildError if more must be known of it."""
@@ -385,8 +385,8 @@ def validation_without_run(
     if not_here := reason_not_to_run(job.target.provider):
         return Validated(Validation(ValidationStatus.STRUCTURE, reason=not_here))
     # If it was not run, the EP's device may be here now.
-    alone = () if mode == "require" else (ValidationStatus.RAN_ALONE,)
-    was_run = stored and stored.validation.status in (ValidationStatus.RAN, *alone)
+    also = () if mode == "require" else (ValidationStatus.RAN_ALONE,)
+    was_run = stored and stored.validation.status in (ValidationStatus.RAN, *also)
     return stored if was_run else None
 
 
@@ -398,10 +398,10 @@ def reason_not_to_run(provider: Provider) -> str | None:
     return f"{provider.ep} cannot run its contexts on this machine {machine}"
 
 
-def worst_of_alone(alone: Sequence[Validated], reason: str) -> Validated:
+def worst_alone(validations: Sequence[Validated], reason: str) -> Validated:
     """The validation of a context that this machine cannot open because of ``reason``.
 
-    ``alone``: the validations of the same model compiled alone, one for each chip; empty if none was run.
+    ``validations``: those of the same model compiled alone, one for each chip; empty if none was run.
     """
 
     def nearness(validated: Validated) -> tuple[bool, bool, float]:
@@ -409,9 +409,9 @@ def worst_of_alone(alone: Sequence[Validated], reason: str) -> Validated:
         was_run = validation.status is ValidationStatus.RAN
         return was_run, not validation.sensitive, validation.margin
 
-    if not alone:
+    if not validations:
         return Validated(Validation(ValidationStatus.STRUCTURE, reason=reason))
-    worst = min(alone, key=nearness)
+    worst = min(validations, key=nearness)
     if worst.validation.status is not ValidationStatus.RAN:
         return worst
     # The session was one of the file that was compiled alone.

@@ -32,7 +32,7 @@ class Job:
     """Models that are compiled together for one target: several only when they share weights.
 
     ``models`` are as this target needs them. ``group``: the name of their weight-sharing group. ``chip``: for
-    a job of `alone`, the options that name its chip, if its target has several. ``is_only``: whether the
+    a job of `jobs_alone`, the options that name its chip, if its target has several. ``is_only``: whether the
     models have no other targets.
     """
 
@@ -84,7 +84,7 @@ class Job:
         """Why only the EP's own device, and no simulator, can open the artifact; empty if that can.
 
         This holds for contexts for several chips, and for contexts that share weights, unless the
-        provider is known to open these anywhere. Then the results of `alone` are validated instead.
+        provider is known to open these anywhere. Then the results of `jobs_alone` are validated instead.
         """
         provider, options = self.target.provider, self.target.settings.provider_options
         kind = " for several chips" if len(provider.per_chip(options)) > 1 else ""
@@ -93,7 +93,7 @@ class Job:
         return f"{provider.ep} cannot open contexts{kind} on this machine" if kind else ""
 
     @property
-    def alone(self) -> tuple[Job, ...]:
+    def jobs_alone(self) -> tuple[Job, ...]:
         """A job for each model on each chip whose result is run instead; empty where nothing is to be run."""
         return tuple(
             Job((model,), with_options(self.target, options), chip=chip, is_only=self.is_only)
@@ -128,7 +128,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """The artifact's folder below the output folder, where the jobs of `alone` are not shipped."""
+        """The artifact's folder below the output folder, where `jobs_alone` are not shipped."""
         folder, genai = f"{self.name}/{self.target.name}", self.models[0].genai
         if genai is not None:
             # onnxruntime-genai opens only files below the model's folder.
@@ -222,15 +222,15 @@ def _check_group(members: list[tuple[Model, Target]]) -> Iterator[Problem]:
     (_, first), *others = members
     clashes = {
         "embed": ("shares one sidecar on", "puts it inside each context model"),
-        "recompile": ("compiles models together for", "lets the loader compile each alone"),
+        "recompile": ("compiles models together for", "lets the loader compile each by itself"),
     }
     for model, target in members:
-        for name, (together, alone) in clashes.items():
+        for name, (shares, separates) in clashes.items():
             if getattr(target.settings, name):
                 yield Problem.at(
                     model.key / "share-weights",
                     Kind.CONFLICTING_KEYS,
-                    f"{together} the target {target.name}, and {name} = true {alone}.",
+                    f"{shares} the target {target.name}, and {name} = true {separates}.",
                     f"Remove {name}, or the group.",
                 )
     for model, target in others:

@@ -76,7 +76,7 @@ def _bundle(
             artifact_folders[built.job.folder] == built.job.folder,
         )
         if built.folder != copied or not is_first:
-            # Chips that were built alone may be there.
+            # What was compiled alone may be there, of single chips.
             shutil.rmtree(copied, ignore_errors=True)
             if is_first:
                 shutil.copytree(built.folder, copied, copy_function=link_or_copy)

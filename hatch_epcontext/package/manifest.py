@@ -91,8 +91,8 @@ class VariantMetadata:
     only the EP's own device can open it, because a simulator refuses it or crashes. ``needs_code_page``: on
     Windows the EP crashes where the code page lacks a letter of the path. ``compares``: the loader
     asks the EP whether it can run the context. ``prepared``: the path of the prepared model in the variant's
-    folder, if it is shipped, and ``chip_options`` the provider options in ``settings`` that are true of this
-    chip alone. ``driver_files``: those in which users' systems name chip and driver. ``group``: the name of
+    folder, if it is shipped, and ``chip_options`` the provider options in ``settings`` that are true only
+    of this chip. ``driver_files``: those in which users' systems name chip and driver. ``group``: the name of
     the weight-sharing group.
     """
 

@@ -33,6 +33,6 @@ def test_a_table_counts_how_the_tests_of_an_operator_end_and_why() -> None:
     table = rows({**results, "six": Result("several", "right")})
     assert [*table] == ["Op", "several"]
     row = table["Op"]
-    assert (row.forms, dict(row.rewrites)) == (5, {"a_rule": 1, "other": 1})
+    assert (row.tests, dict(row.rewrites)) == (5, {"a_rule": 1, "other": 1})
     assert "it has no Op" in row.reasons
     assert [line.split()[:3] for line in show(table)][1] == ["all", "6", "2"]

@@ -217,7 +217,9 @@ def test_weight_sharing_groups_cannot_be_recompiled(project: Path) -> None:
             { path = "models/a.onnx", name = "b", share-weights = "g" },
         ]
     """
-    with pytest.raises(ConfigError, match="recompile = true lets the loader compile each alone"):
+    with pytest.raises(
+        ConfigError, match="recompile = true lets the loader compile each by itself"
+    ):
         plan(read(project, toml))
 
 

@@ -95,12 +95,12 @@ profiles = [{{ x = {{ min = [1, 3], opt = [8, 3], max = [32, 3] }} }}]
 def test_models_that_share_weights_are_one_job_for_eps_that_can_share(project: Path) -> None:
     together, alone, _ = plan(config(project, GROUP)).jobs
     assert together.group == "both"
-    assert [job.location for job in together.alone] == ["a -> npu", "b -> npu"]
+    assert [job.location for job in together.jobs_alone] == ["a -> npu", "b -> npu"]
     only_a = GROUP.replace('b.onnx"', 'b.onnx"\nvalidate = false')
-    (run_alone,) = plan(config(project, only_a)).jobs[0].alone
+    (run_alone,) = plan(config(project, only_a)).jobs[0].jobs_alone
     assert run_alone.location == "a -> npu"
     assert together.reason_not_to_open
-    assert (alone.group, alone.alone, alone.reason_not_to_open) == (None, (), "")
+    assert (alone.group, alone.jobs_alone, alone.reason_not_to_open) == (None, (), "")
 
 
 def test_without_an_ep_that_can_share_there_is_no_group(project: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_job_for_several_chips_is_also_one_for_each(project: Path) -> None:
     toml = BOTH.replace('"qnn"', f'"qnn"\n{CHIPS}')
     both, cpu, _ = plan(config(project, toml)).jobs
     assert (bool(both.reason_not_to_open), both.folder) == (True, "a/npu")
-    first, second = both.alone
+    first, second = both.jobs_alone
     assert first.location == "a -> npu (snapdragon-x-elite)"
     assert (first.target.settings.provider_options, second.target.settings.provider_options) == (
         {"backend_type": "htp", "soc_model": "60", "htp_arch": "73", "vtcm_mb": "8"},
@@ -165,7 +165,7 @@ def test_a_job_for_several_chips_is_also_one_for_each(project: Path) -> None:
     )
     assert len({both.folder, first.folder, second.folder}) == 3
     for job in (first, second, cpu):
-        assert (job.alone, job.reason_not_to_open) == ((), "")
+        assert (job.jobs_alone, job.reason_not_to_open) == ((), "")
 
 
 @newer_python
@@ -174,7 +174,7 @@ def test_a_group_for_several_chips_is_also_a_job_for_each_model_and_chip(project
     job, *_ = plan(config(project, toml)).jobs
     chips = ("snapdragon-x-elite", "snapdragon-8-gen-3")
     assert job.reason_not_to_open
-    assert [alone.location for alone in job.alone] == [
+    assert [alone.location for alone in job.jobs_alone] == [
         f"{model} -> npu ({chip})" for model in "ab" for chip in chips
     ]
 
@@ -184,4 +184,4 @@ def test_the_same_chip_twice_is_one_job_alone(project: Path) -> None:
     keys = 'allow-unknown-options = true\nprovider-options = { soc_model = "60,60" }'
     toml = BOTH.replace('"qnn"', f'"qnn"\n{keys}')
     job = plan(config(project, toml)).jobs[0]
-    assert (bool(job.reason_not_to_open), len(job.alone)) == (True, 1)
+    assert (bool(job.reason_not_to_open), len(job.jobs_alone)) == (True, 1)

@@ -13,7 +13,7 @@ from hatch_epcontext.errors import Kind, UnavailableError
 from hatch_epcontext.jobs.job import (
     check_required,
     validation_without_run,
-    worst_of_alone,
+    worst_alone,
 )
 from hatch_epcontext.jobs.keys import comparison_key
 from hatch_epcontext.jobs.plan import Job, plan
@@ -218,17 +218,17 @@ def test_a_context_for_several_chips_has_the_worst_validation_of_the_chips(job: 
         )
         for margin in (3.0, 12.0)
     )
-    found = worst_of_alone([nearer, near], reason)
+    found = worst_alone([nearer, near], reason)
     assert found.validation.agreements == near.validation.agreements
     assert found.validation.status is ValidationStatus.RAN_ALONE
     assert found.validation.reason == (
         "QNNExecutionProvider cannot open contexts for several chips on this machine"
     )
     not_run = Validated(STRUCTURE)
-    assert worst_of_alone([Validated(RAN), not_run], reason) is not_run
+    assert worst_alone([Validated(RAN), not_run], reason) is not_run
     agreement = Agreement("y", 0.02, 0.9991, 40.0, status=AgreementStatus.SENSITIVE, margin=30.0)
     sensitive = Validated(Validation(ValidationStatus.RAN, (agreement,)))
-    assert worst_of_alone([nearer, sensitive], reason).validation.sensitive
+    assert worst_alone([nearer, sensitive], reason).validation.sensitive
 
 
 def test_the_reason_not_to_open_names_all_that_is_special(job: Job) -> None:

@@ -3,7 +3,7 @@
 Each value is followed as a sum of terms: a factor, and a degree in the inputs. Where all terms of a sum have
 the same degree, as in the mean of squares less the square of the mean, no size of the inputs is more usual
 than another. Where they have not, as in ``a x² + b x + c``, the terms are as large as each other at a size
-that the factors show. So does the factor of a power alone.
+that the factors show. So does the factor of a single power.
 """
 
 from __future__ import annotations
