@@ -14,40 +14,24 @@ from hatch_epcontext.shipped import USER_CACHE, Device
 _UNITS: Mapping[Device, str] = {"npu": "CPUAndNeuralEngine", "gpu": "CPUAndGPU", "cpu": "CPUOnly"}
 """The units that run a model, by the device of the target. The CPU runs what the other unit cannot."""
 
-_OPTIONS: Mapping[str, Option] = {
-    "ModelFormat": choice("MLProgram NeuralNetwork", "load"),
-    "MLComputeUnits": choice("ALL CPUAndNeuralEngine CPUAndGPU CPUOnly", "load"),
-    "SpecializationStrategy": choice("Default FastPrediction", "load"),
-    **named(
-        """
-        RequireStaticInputShapes EnableOnSubgraphs ProfileComputePlan
-        AllowLowPrecisionAccumulationOnGPU
-        """,
-        "bool",
-        "load",
-    ),
-    **named("ModelCacheDirectory", "text", "load"),
-}
-
-_NAMES = """
-Add And ArgMax AveragePool BatchNormalization Cast Ceil Clip Concat Conv ConvTranspose Cos DepthToSpace
-Div Elu Erf Exp Gather GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool GridSample GroupNormalization
-HardSigmoid Identity InstanceNormalization LayerNormalization LeakyRelu MatMul Max MaxPool Mul PRelu Pad
-Pow Reciprocal ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape Resize Round Shape
-Sigmoid Sin Slice Softmax Softplus Split Sqrt Squeeze Sub Tanh Tile Transpose Unsqueeze Where
-com.microsoft.FusedConv com.microsoft.QuickGelu
-"""
-
-_OPERATORS = frozenset(_NAMES.split())
-"""Of ML Programs. Neural networks also have Flatten and LRN, and lack others."""
-
 
 class CoreML(Provider):
     name = "coreml"
     ep = "CoreMLExecutionProvider"
     title = "Apple's Neural Engine, GPUs and CPUs through Core ML"
     product = "optimized"
-    operators = _OPERATORS
+    # Of ML Programs. Neural networks also have Flatten and LRN, and lack others.
+    operators = frozenset(
+        """
+        Add And ArgMax AveragePool BatchNormalization Cast Ceil Clip Concat Conv ConvTranspose Cos
+        DepthToSpace Div Elu Erf Exp Gather GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool
+        GridSample GroupNormalization HardSigmoid Identity InstanceNormalization LayerNormalization
+        LeakyRelu MatMul Max MaxPool Mul PRelu Pad Pow Reciprocal ReduceMax ReduceMean ReduceMin
+        ReduceProd ReduceSum Relu Reshape Resize Round Shape Sigmoid Sin Slice Softmax Softplus
+        Split Sqrt Squeeze Sub Tanh Tile Transpose Unsqueeze Where com.microsoft.FusedConv
+        com.microsoft.QuickGelu
+        """.split()  # noqa: SIM905
+    )
     cache_key = "COREML_CACHE_KEY"
     runtime_cache = "ModelCacheDirectory"
     distributions = ("onnxruntime",)
@@ -57,7 +41,20 @@ class CoreML(Provider):
     tolerance = Tolerance(snr=20, cosine=0.99)
     needs = "macOS on Apple silicon"
     verified = "Optimized, loaded and run. Without Core ML the CPU runs the graph."
-    options = _OPTIONS
+    options: Mapping[str, Option] = {
+        "ModelFormat": choice("MLProgram NeuralNetwork", "load"),
+        "MLComputeUnits": choice("ALL CPUAndNeuralEngine CPUAndGPU CPUOnly", "load"),
+        "SpecializationStrategy": choice("Default FastPrediction", "load"),
+        **named(
+            """
+            RequireStaticInputShapes EnableOnSubgraphs ProfileComputePlan
+            AllowLowPrecisionAccumulationOnGPU
+            """,
+            "bool",
+            "load",
+        ),
+        **named("ModelCacheDirectory", "text", "load"),
+    }
     sources = ("onnxruntime 1.32.0 for macOS",)
     notes = (
         (

@@ -8,12 +8,6 @@ from hatch_epcontext.providers.base import Provider, Tolerance
 from hatch_epcontext.providers.option import Option, choice, named
 from hatch_epcontext.shipped import Device
 
-_OPTIONS: Mapping[str, Option] = {
-    **named("device_id", "int", "load"),
-    "performance_preference": choice("default high_performance minimum_power", "load"),
-    "device_filter": choice("gpu npu any", "load"),
-}
-
 
 class DirectML(Provider):
     name = "directml"
@@ -29,7 +23,11 @@ class DirectML(Provider):
     needs = "Windows and a GPU or NPU with a DirectX 12 driver"
     verified = "Only the options."
     systems = ("win32",)
-    options = _OPTIONS
+    options: Mapping[str, Option] = {
+        **named("device_id", "int", "load"),
+        "performance_preference": choice("default high_performance minimum_power", "load"),
+        "device_filter": choice("gpu npu any", "load"),
+    }
     sources = ("onnxruntime.ai",)
     notes = ("`optimization` above `basic` needs the EP at build time, and so Windows.",)
 

@@ -17,13 +17,6 @@ from hatch_epcontext.providers.base import Plugin, Provider, Tolerance
 from hatch_epcontext.providers.option import Option, named
 from hatch_epcontext.shipped import Device
 
-_OPTIONS: Mapping[str, Option] = {
-    **named("load_config", "json", "both"),
-    **named("reshape_input", "text"),
-    **named("enable_causallm", "bool", "both"),
-    **named("hint_enable_gqa", "bool"),
-}
-
 
 def _facts(compatibility: str) -> Mapping[str, Any]:
     try:
@@ -37,16 +30,6 @@ _NOT_CONVERTED = re.compile(
     r"While validating ONNX node '<Node\((?P<op>\w+)\): (?P<name>.*?)>':(?P<reason>.*?)(?:\n\s*\n|$)",
     re.DOTALL,
 )
-
-
-_RESERVED: Mapping[str, str] = {
-    "device_type": 'the EP ignores it: use device = "npu", "gpu" or "cpu"',
-    "precision": "the EP ignores it: use load_config = "
-    '{ CPU = { INFERENCE_PRECISION_HINT = "f32" } }',
-    "num_of_threads": "the EP ignores it: use load_config = { CPU = { INFERENCE_NUM_THREADS = 1 } }",
-    "cache_dir": "the EP ignores it: the build has its own cache",
-}
-"""Options of older releases that many projects have."""
 
 
 class OpenVINO(Provider):
@@ -79,8 +62,20 @@ class OpenVINO(Provider):
     # The library 1.8.1: "Multiple embedded native EPContext main contexts are not supported".
     embeds_one = True
     compares = True
-    options = _OPTIONS
-    reserved = _RESERVED
+    options: Mapping[str, Option] = {
+        **named("load_config", "json", "both"),
+        **named("reshape_input", "text"),
+        **named("enable_causallm", "bool", "both"),
+        **named("hint_enable_gqa", "bool"),
+    }
+    reserved: Mapping[str, str] = {
+        "device_type": 'the EP ignores it: use device = "npu", "gpu" or "cpu"',
+        "precision": "the EP ignores it: use load_config = "
+        '{ CPU = { INFERENCE_PRECISION_HINT = "f32" } }',
+        "num_of_threads": "the EP ignores it: use load_config = { CPU = { INFERENCE_NUM_THREADS = 1 } }",
+        "cache_dir": "the EP ignores it: the build has its own cache",
+    }
+    """Options of older releases that many projects have."""
     sources = ("onnxruntime.ai", "onnxruntime-ep-openvino 1.8.1")
     notes = (
         (

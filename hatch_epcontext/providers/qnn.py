@@ -65,60 +65,6 @@ _CHIPS: Mapping[str, Chip] = {
 
 _ARCH_OF_SOC = {chip.facts["soc_model"]: chip.facts["htp_arch"] for chip in _CHIPS.values()}
 
-_OPTIONS: Mapping[str, Option] = {
-    # The EP writes contexts with no other backend: not with cpu, ir and saver.
-    "backend_type": choice("htp gpu", "both"),
-    "soc_model": choice(" ".join(("0", *sorted(_ARCH_OF_SOC, key=int)))),
-    "htp_arch": choice("0 68 69 73 75 79 81"),
-    "vtcm_mb": Option("int"),
-    "htp_graph_finalization_optimization_mode": choice("0 1 2 3"),
-    **named(
-        """
-        enable_htp_fp16_precision enable_htp_fp16_clamp_overflow htp_bf16_enable
-        enable_htp_spill_fill_buffer enable_htp_prepare_only enable_htp_graph_splitting
-        enable_htp_monolithic_lstm enable_block_quant_weight_optimization
-        offload_graph_io_quantization skip_backend_op_validation
-        """,
-        "bool",
-    ),
-    **named("htp_graph_splitting_num_prepare_threads", "int", minimum=1),
-    **named("num_graph_prepare_threads", "int", minimum=2),
-    **named("op_affinity", "file"),
-    "op_packages": Option("file", "both", paths=r"(?:^|,)[^:,]+:((?:[A-Za-z]:(?=[/\\]))?[^:,]+)"),
-    "htp_performance_mode": choice(
-        "burst balanced default high_performance high_power_saver low_balanced low_power_saver "
-        "power_saver extreme_power_saver sustained_high_performance",
-        "both",
-    ),
-    "qnn_context_priority": choice("low normal normal_high high", "both"),
-    "htp_share_resource_optimization": choice("1", "both"),
-    "genie_log_level": choice("error warn info verbose", "both"),
-    "profiling_level": choice("off basic detailed optrace", "load"),
-    **named("profiling_file_path", "text", "load"),
-    **named("device_id rpc_control_latency htp_reused_io_limit_mb", "int", "both"),
-    **named(
-        """
-        skip_qnn_version_check extended_udma enable_htp_shared_memory_allocator
-        enable_vtcm_backup_buffer_sharing disable_file_mapped_weights
-        """,
-        "bool",
-        "both",
-    ),
-}
-
-_RESERVED: Mapping[str, str] = {
-    "backend_path": "the backend follows from device, and its library is that of the EP's package",
-    **dict.fromkeys(
-        """
-        dump_json_qnn_graph json_qnn_graph_dir dump_qnn_ir_dlc dump_qnn_ir_dlc_dir
-        dump_qnn_ep_input_graph dump_qnn_ep_input_graph_dir enable_framework_op_trace
-        framework_op_trace_dir
-        """.split(),  # noqa: SIM905
-        KEEPS_NO_FILES,
-    ),
-}
-
-
 _BACKENDS: Mapping[Device, str] = {"npu": "htp", "any": "htp", "gpu": "gpu"}
 """The backend that compiles for a kind of device, whatever device the EP gets."""
 
@@ -174,8 +120,6 @@ def _in_words(reason: str) -> str:
             return match.expand(words)
     return reason.strip().rstrip(".")
 
-
-_SEEN = "the simulator of onnxruntime-qnn 2.7.0"
 
 _LIMIT = 131008.0
 
@@ -242,7 +186,7 @@ _FLOAT16 = dataclasses.replace(
     FLOAT16,
     largest_of_sums=_LIMIT,
     sums=frozenset({"Add", "CumSum", "Div", "Exp", "Mul", "Pow", "ReduceSum", "Sub"}),
-    seen=_SEEN,
+    seen="the simulator of onnxruntime-qnn 2.7.0",
     inexact=frozenset({"LSTM", "GRU"}),
     has_reciprocals=True,
     faults=(
@@ -342,8 +286,59 @@ class Qnn(Provider):
     chip_options = frozenset({"soc_model", "htp_arch", "vtcm_mb"})
     # Of Linux: "socinfo" in drivers/soc/qcom.
     driver_files = ("/sys/devices/soc0/soc_id", "/sys/devices/soc0/revision")
-    options = _OPTIONS
-    reserved = _RESERVED
+    options: Mapping[str, Option] = {
+        # The EP writes contexts with no other backend: not with cpu, ir and saver.
+        "backend_type": choice("htp gpu", "both"),
+        "soc_model": choice(" ".join(("0", *sorted(_ARCH_OF_SOC, key=int)))),
+        "htp_arch": choice("0 68 69 73 75 79 81"),
+        "vtcm_mb": Option("int"),
+        "htp_graph_finalization_optimization_mode": choice("0 1 2 3"),
+        **named(
+            """
+            enable_htp_fp16_precision enable_htp_fp16_clamp_overflow htp_bf16_enable
+            enable_htp_spill_fill_buffer enable_htp_prepare_only enable_htp_graph_splitting
+            enable_htp_monolithic_lstm enable_block_quant_weight_optimization
+            offload_graph_io_quantization skip_backend_op_validation
+            """,
+            "bool",
+        ),
+        **named("htp_graph_splitting_num_prepare_threads", "int", minimum=1),
+        **named("num_graph_prepare_threads", "int", minimum=2),
+        **named("op_affinity", "file"),
+        "op_packages": Option(
+            "file", "both", paths=r"(?:^|,)[^:,]+:((?:[A-Za-z]:(?=[/\\]))?[^:,]+)"
+        ),
+        "htp_performance_mode": choice(
+            "burst balanced default high_performance high_power_saver low_balanced low_power_saver "
+            "power_saver extreme_power_saver sustained_high_performance",
+            "both",
+        ),
+        "qnn_context_priority": choice("low normal normal_high high", "both"),
+        "htp_share_resource_optimization": choice("1", "both"),
+        "genie_log_level": choice("error warn info verbose", "both"),
+        "profiling_level": choice("off basic detailed optrace", "load"),
+        **named("profiling_file_path", "text", "load"),
+        **named("device_id rpc_control_latency htp_reused_io_limit_mb", "int", "both"),
+        **named(
+            """
+            skip_qnn_version_check extended_udma enable_htp_shared_memory_allocator
+            enable_vtcm_backup_buffer_sharing disable_file_mapped_weights
+            """,
+            "bool",
+            "both",
+        ),
+    }
+    reserved: Mapping[str, str] = {
+        "backend_path": "the backend follows from device, and its library is that of the EP's package",
+        **dict.fromkeys(
+            """
+            dump_json_qnn_graph json_qnn_graph_dir dump_qnn_ir_dlc dump_qnn_ir_dlc_dir
+            dump_qnn_ep_input_graph dump_qnn_ep_input_graph_dir enable_framework_op_trace
+            framework_op_trace_dir
+            """.split(),  # noqa: SIM905
+            KEEPS_NO_FILES,
+        ),
+    }
     static_shapes = True
     # Seen with onnxruntime-qnn 2.7.0: a Transpose that gives a context an int64 output writes 32 bits, and
     # each run ends with "ORT Tensor data size does not match QNN tensor data size".

@@ -18,62 +18,7 @@ from hatch_epcontext.providers.base import (
 from hatch_epcontext.providers.option import Option, choice, named
 from hatch_epcontext.shipped import Device
 
-_PROFILES = ProfileOptions("trt_profile")
-
-_OPTIONS: Mapping[str, Option] = {
-    **named(
-        """
-        trt_fp16_enable trt_bf16_enable trt_int8_enable trt_int8_use_native_calibration_table
-        trt_dla_enable trt_timing_cache_enable trt_force_timing_cache trt_detailed_build_log
-        trt_build_heuristics_enable trt_sparsity_enable trt_layer_norm_fp32_fallback
-        trt_engine_hw_compatible trt_force_sequential_engine_build
-        """,
-        "bool",
-    ),
-    **named("trt_max_workspace_size", "int"),
-    **named("trt_max_partition_iterations trt_min_subgraph_size", "int", minimum=1),
-    **named("trt_auxiliary_streams", "int", minimum=-1),
-    "trt_builder_optimization_level": choice("0 1 2 3 4 5"),
-    **named("trt_int8_calibration_table_name", "file"),
-    **named(
-        """
-        trt_tactic_sources trt_preview_features trt_op_types_to_exclude
-        """,
-        "text",
-    ),
-    **named("device_id trt_dla_core", "int", "both"),
-    **named(
-        "trt_context_memory_sharing_enable trt_cuda_graph_enable trt_engine_decryption_enable",
-        "bool",
-        "both",
-    ),
-    "trt_extra_plugin_lib_paths": Option("file", "both", paths=r"[^;]+"),
-    **named("trt_engine_decryption_lib_path", "file", "both"),
-    **named("has_user_compute_stream trt_load_user_initializer", "bool", "load"),
-}
-
 _FIXED = "the paths of the files in the wheel are fixed"
-
-_WEIGHTLESS = "an engine without weights can only be opened together with the source model"
-
-_RESERVED: Mapping[str, str] = {
-    "trt_dump_ep_context_model": "always set when a model is compiled",
-    "trt_ep_context_file_path": _FIXED,
-    "trt_ep_context_embed_mode": "use embed = true or false",
-    "trt_engine_cache_enable": "an engine beside the context model is its sidecar",
-    "trt_engine_cache_path": _FIXED,
-    "trt_engine_cache_prefix": _FIXED,
-    "trt_onnx_model_folder_path": _FIXED,
-    "trt_weight_stripped_engine_enable": _WEIGHTLESS,
-    "trt_timing_cache_path": KEEPS_NO_FILES,
-    "trt_dump_subgraphs": KEEPS_NO_FILES,
-    **dict.fromkeys(_PROFILES.names, IN_PROFILES),
-    "user_compute_stream": OF_THE_APP,
-    "trt_onnx_bytestream": OF_THE_APP,
-    "trt_onnx_bytestream_size": OF_THE_APP,
-    "trt_external_data_bytestream": OF_THE_APP,
-    "trt_external_data_bytestream_size": OF_THE_APP,
-}
 
 
 class TensorRT(Provider):
@@ -91,9 +36,57 @@ class TensorRT(Provider):
     device_query = NVIDIA_QUERY
     verified = "Up to the error that TensorRT and CUDA are missing."
     systems = ("linux", "win32")
-    options = _OPTIONS
-    reserved = _RESERVED
-    profiles = _PROFILES
+    profiles = ProfileOptions("trt_profile")
+    options: Mapping[str, Option] = {
+        **named(
+            """
+            trt_fp16_enable trt_bf16_enable trt_int8_enable trt_int8_use_native_calibration_table
+            trt_dla_enable trt_timing_cache_enable trt_force_timing_cache trt_detailed_build_log
+            trt_build_heuristics_enable trt_sparsity_enable trt_layer_norm_fp32_fallback
+            trt_engine_hw_compatible trt_force_sequential_engine_build
+            """,
+            "bool",
+        ),
+        **named("trt_max_workspace_size", "int"),
+        **named("trt_max_partition_iterations trt_min_subgraph_size", "int", minimum=1),
+        **named("trt_auxiliary_streams", "int", minimum=-1),
+        "trt_builder_optimization_level": choice("0 1 2 3 4 5"),
+        **named("trt_int8_calibration_table_name", "file"),
+        **named(
+            """
+            trt_tactic_sources trt_preview_features trt_op_types_to_exclude
+            """,
+            "text",
+        ),
+        **named("device_id trt_dla_core", "int", "both"),
+        **named(
+            "trt_context_memory_sharing_enable trt_cuda_graph_enable trt_engine_decryption_enable",
+            "bool",
+            "both",
+        ),
+        "trt_extra_plugin_lib_paths": Option("file", "both", paths=r"[^;]+"),
+        **named("trt_engine_decryption_lib_path", "file", "both"),
+        **named("has_user_compute_stream trt_load_user_initializer", "bool", "load"),
+    }
+    reserved: Mapping[str, str] = {
+        "trt_dump_ep_context_model": "always set when a model is compiled",
+        "trt_ep_context_file_path": _FIXED,
+        "trt_ep_context_embed_mode": "use embed = true or false",
+        "trt_engine_cache_enable": "an engine beside the context model is its sidecar",
+        "trt_engine_cache_path": _FIXED,
+        "trt_engine_cache_prefix": _FIXED,
+        "trt_onnx_model_folder_path": _FIXED,
+        "trt_weight_stripped_engine_enable": "an engine without weights can only be opened "
+        "together with the source model",
+        "trt_timing_cache_path": KEEPS_NO_FILES,
+        "trt_dump_subgraphs": KEEPS_NO_FILES,
+        **dict.fromkeys(profiles.names, IN_PROFILES),
+        "user_compute_stream": OF_THE_APP,
+        "trt_onnx_bytestream": OF_THE_APP,
+        "trt_onnx_bytestream_size": OF_THE_APP,
+        "trt_external_data_bytestream": OF_THE_APP,
+        "trt_external_data_bytestream_size": OF_THE_APP,
+    }
     sources = ("onnxruntime.ai", "onnxruntime-gpu 1.31.1")
     notes = (
         (

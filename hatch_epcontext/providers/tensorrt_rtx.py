@@ -23,21 +23,10 @@ from hatch_epcontext.providers.base import (
 )
 from hatch_epcontext.providers.option import Option, choice, named
 
-_PROFILES = ProfileOptions("nv_profile", several="nv_multi_profile_enable")
-
 _CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 """The compute capabilities that an engine can be for, in the order of their bits in its header."""
 
 _NVIDIA = "[NVIDIA](https://developer.nvidia.com/cuda-gpus)"
-
-_CHIPS: Mapping[str, Chip] = {
-    **{
-        name: Chip({"compute capability": capability}, _NVIDIA, "floats")
-        for name, capability in (("rtx-30", "8.6"), ("rtx-40", "8.9"), ("rtx-50", "12.0"))
-    },
-    **{capability: Chip({"compute capability": capability}) for capability in _CAPABILITIES},
-    "auto": Chip({}),
-}
 
 _MAGIC, _SIZE, _VERSION, _GPUS = b"vtrt", 16, 24, 32
 """An engine begins with a magic number; its size, the library's version and the GPUs are at these bytes of
@@ -53,42 +42,6 @@ def sdk_version(version: str) -> str:
     """The library's ``version``, such as ``"1.7.1.116"``, as contexts have it: ``"10701"``."""
     major, minor, patch, *_ = map(int, version.split("."))
     return str(10_000 * major + 100 * minor + patch)
-
-
-_OPTIONS: Mapping[str, Option] = {
-    **named("nv_max_workspace_size nv_max_shared_mem_size", "int"),
-    **named("nv_detailed_build_log", "bool"),
-    **named("nv_op_types_to_exclude", "text"),
-    "nv_target_sm": choice("sm86 sm89 sm120 sm121"),
-    **named("device_id nv_multi_rotary_cache_concat_offset", "int", "both"),
-    **named(
-        "nv_multi_profile_enable enable_cuda_graph nv_use_external_data_initializer", "bool", "both"
-    ),
-    **named("nv_weight_streaming_budget", "text", "both"),
-    **named(
-        """
-        has_user_compute_stream nv_enable_profiling nv_use_sync_gpu_allocator
-        nv_persistent_context_memory
-        """,
-        "bool",
-        "load",
-    ),
-    **named("nv_length_aux_stream_array", "int", "load"),
-    **named("nv_runtime_cache_path nv_profiling_output_file", "text", "load"),
-}
-
-_RESERVED: Mapping[str, str] = {
-    "nv_weight_stripped_engine_enable_experimental": "an engine without weights can only be opened "
-    "together with the source model",
-    "nv_dump_subgraphs": KEEPS_NO_FILES,
-    "user_compute_stream": OF_THE_APP,
-    "user_aux_stream_array": OF_THE_APP,
-    "VkExternalComputeQueueDataParamsNV_data": OF_THE_APP,
-    **dict.fromkeys(_PROFILES.names, IN_PROFILES),
-    **dict.fromkeys(
-        ("profile_min_shapes", "profile_opt_shapes", "profile_max_shapes"), IN_PROFILES
-    ),
-}
 
 
 class TensorRTRTX(Provider):
@@ -141,11 +94,51 @@ class TensorRTRTX(Provider):
         ),
         plugin_requirements=("onnxruntime-ep-nv-tensorrt-rtx-cu13>=0.5,<0.6",),
     )
-    chips = _CHIPS
+    chips: Mapping[str, Chip] = {
+        **{
+            name: Chip({"compute capability": capability}, _NVIDIA, "floats")
+            for name, capability in (("rtx-30", "8.6"), ("rtx-40", "8.9"), ("rtx-50", "12.0"))
+        },
+        **{capability: Chip({"compute capability": capability}) for capability in _CAPABILITIES},
+        "auto": Chip({}),
+    }
     driver_files = ("/proc/driver/nvidia/version",)
-    options = _OPTIONS
-    reserved = _RESERVED
-    profiles = _PROFILES
+    profiles = ProfileOptions("nv_profile", several="nv_multi_profile_enable")
+    options: Mapping[str, Option] = {
+        **named("nv_max_workspace_size nv_max_shared_mem_size", "int"),
+        **named("nv_detailed_build_log", "bool"),
+        **named("nv_op_types_to_exclude", "text"),
+        "nv_target_sm": choice("sm86 sm89 sm120 sm121"),
+        **named("device_id nv_multi_rotary_cache_concat_offset", "int", "both"),
+        **named(
+            "nv_multi_profile_enable enable_cuda_graph nv_use_external_data_initializer",
+            "bool",
+            "both",
+        ),
+        **named("nv_weight_streaming_budget", "text", "both"),
+        **named(
+            """
+            has_user_compute_stream nv_enable_profiling nv_use_sync_gpu_allocator
+            nv_persistent_context_memory
+            """,
+            "bool",
+            "load",
+        ),
+        **named("nv_length_aux_stream_array", "int", "load"),
+        **named("nv_runtime_cache_path nv_profiling_output_file", "text", "load"),
+    }
+    reserved: Mapping[str, str] = {
+        "nv_weight_stripped_engine_enable_experimental": "an engine without weights can only be opened "
+        "together with the source model",
+        "nv_dump_subgraphs": KEEPS_NO_FILES,
+        "user_compute_stream": OF_THE_APP,
+        "user_aux_stream_array": OF_THE_APP,
+        "VkExternalComputeQueueDataParamsNV_data": OF_THE_APP,
+        **dict.fromkeys(profiles.names, IN_PROFILES),
+        **dict.fromkeys(
+            ("profile_min_shapes", "profile_opt_shapes", "profile_max_shapes"), IN_PROFILES
+        ),
+    }
     compares = True
     genai_name = "NvTensorRtRtx"
     runtime_cache = "nv_runtime_cache_path"

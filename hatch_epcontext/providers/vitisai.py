@@ -8,21 +8,6 @@ from hatch_epcontext.graph.facts import Limits
 from hatch_epcontext.providers.base import Provider, Tolerance
 from hatch_epcontext.providers.option import Option, choice, named
 
-_OPTIONS: Mapping[str, Option] = {
-    **named("config_file", "file"),
-    **named("xclbin", "file", "both"),
-    **named("enable_cache_file_io_in_mem", "bool"),
-    "opt_level": choice("0 1 2 3 65536"),
-    "target": choice("X1 X2", "both"),
-    "log_level": choice("error warning info fatal debug", "both"),
-}
-
-_RESERVED: Mapping[str, str] = {
-    "cache_dir": "the build has its own cache",
-    "cache_key": "the build has its own cache",
-    "encryption_key": "a key does not belong in a configuration, and the wheel would contain it",
-}
-
 
 class VitisAI(Provider):
     name = "vitisai"
@@ -37,8 +22,19 @@ class VitisAI(Provider):
     needs = "an AMD Ryzen AI processor and its driver"
     verified = "Only the options: its packages are not on PyPI."
     systems = ("linux", "win32")
-    options = _OPTIONS
-    reserved = _RESERVED
+    options: Mapping[str, Option] = {
+        **named("config_file", "file"),
+        **named("xclbin", "file", "both"),
+        **named("enable_cache_file_io_in_mem", "bool"),
+        "opt_level": choice("0 1 2 3 65536"),
+        "target": choice("X1 X2", "both"),
+        "log_level": choice("error warning info fatal debug", "both"),
+    }
+    reserved: Mapping[str, str] = {
+        "cache_dir": "the build has its own cache",
+        "cache_key": "the build has its own cache",
+        "encryption_key": "a key does not belong in a configuration, and the wheel would contain it",
+    }
     static_shapes = True
     # `runs_on` is the default: only the NPU runs contexts, and without it the EP offers no device.
     sources = ("onnxruntime.ai", "AMD's Ryzen AI documentation")

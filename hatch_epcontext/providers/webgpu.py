@@ -12,38 +12,6 @@ from hatch_epcontext.providers.option import Option, choice, named
 
 _CACHED = choice("disabled lazyRelease simple bucket", "load")
 
-_OPTIONS: Mapping[str, Option] = {
-    **named(
-        "enableGraphCapture enableInt64 enablePIXCapture enableRobustness preserveDevice",
-        "bool",
-        "load",
-    ),
-    **named(
-        """
-        deviceId maxNumPendingDispatches maxStorageBufferBindingSize multiRotaryCacheConcatOffset
-        sessionBufferPoolGenerations
-        """,
-        "int",
-        "load",
-    ),
-    "dawnBackendType": choice("D3D12 Vulkan", "load"),
-    "forceCpuNodeNames": Option("text", "load"),
-    "kvCacheQuantizationBits": choice("0 4 8", "load"),
-    "powerPreference": choice("high-performance low-power", "load"),
-    "preferredLayout": choice("NCHW NHWC", "load"),
-    "validationMode": choice("disabled wgpuOnly basic full", "load"),
-    "defaultBufferCacheMode": _CACHED,
-    "queryResolveBufferCacheMode": _CACHED,
-    "storageBufferCacheMode": _CACHED,
-    "uniformBufferCacheMode": _CACHED,
-}
-
-_RESERVED: Mapping[str, str] = {
-    "dawnProcTable": OF_THE_APP,
-    "webgpuDevice": OF_THE_APP,
-    "webgpuInstance": OF_THE_APP,
-}
-
 
 class WebGpu(Provider):
     name = "webgpu"
@@ -64,8 +32,36 @@ class WebGpu(Provider):
     python = (3, 11)
     systems = ("linux", "win32", "darwin")
     plugin = Plugin("onnxruntime_ep_webgpu", "onnxruntime-ep-webgpu", "WebGpuExecutionProvider")
-    options = _OPTIONS
-    reserved = _RESERVED
+    options: Mapping[str, Option] = {
+        **named(
+            "enableGraphCapture enableInt64 enablePIXCapture enableRobustness preserveDevice",
+            "bool",
+            "load",
+        ),
+        **named(
+            """
+            deviceId maxNumPendingDispatches maxStorageBufferBindingSize multiRotaryCacheConcatOffset
+            sessionBufferPoolGenerations
+            """,
+            "int",
+            "load",
+        ),
+        "dawnBackendType": choice("D3D12 Vulkan", "load"),
+        "forceCpuNodeNames": Option("text", "load"),
+        "kvCacheQuantizationBits": choice("0 4 8", "load"),
+        "powerPreference": choice("high-performance low-power", "load"),
+        "preferredLayout": choice("NCHW NHWC", "load"),
+        "validationMode": choice("disabled wgpuOnly basic full", "load"),
+        "defaultBufferCacheMode": _CACHED,
+        "queryResolveBufferCacheMode": _CACHED,
+        "storageBufferCacheMode": _CACHED,
+        "uniformBufferCacheMode": _CACHED,
+    }
+    reserved: Mapping[str, str] = {
+        "dawnProcTable": OF_THE_APP,
+        "webgpuDevice": OF_THE_APP,
+        "webgpuInstance": OF_THE_APP,
+    }
     sources = ("onnxruntime-ep-webgpu 0.4.0",)
     notes = (
         "The EP takes one GPU, which `powerPreference` chooses.",
