@@ -14,15 +14,7 @@ from hatch_epcontext.text import show
 _NEVER = (0xC0, 0xC1, *range(0xF5, 0x100))
 """Bytes that no UTF-8 text has (RFC 3629, section 1)."""
 
-_NAMED = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """The tokens that a chat template writes by their names in tokenizer_config.json."""
 
 

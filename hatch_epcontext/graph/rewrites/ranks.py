@@ -20,30 +20,10 @@ _MOST, _TOO_MANY = 4, 6
 
 _RESHAPING = operators.RESHAPING - {"Identity"}
 
-_ALONG_AXIS = frozenset(
-    {
-        "ArgMax",
-        "ArgMin",
-        "Concat",
-        "CumSum",
-        "GatherElements",
-        "LogSoftmax",
-        "ScatterElements",
-        "Softmax",
-        "Split",
-        "TopK",
-    }
-)
+_ALONG_AXIS = frozenset({"Concat", "CumSum", "GatherElements", "ScatterElements", "Split"})
+_ALONG_AXIS |= {"ArgMax", "ArgMin", "LogSoftmax", "Softmax", "TopK"}
 
-_REDUCING = (
-    "ReduceL1",
-    "ReduceL2",
-    "ReduceMax",
-    "ReduceMean",
-    "ReduceMin",
-    "ReduceProd",
-    "ReduceSum",
-)
+_REDUCING = tuple(f"Reduce{name}" for name in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum"))
 
 _WITH_NUMBERS = ("CumSum", "Expand", "Slice", "Split", "TopK")
 """Operators whose second input, and others, are no values."""
