@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 import hatch_epcontext
-from hatch_epcontext.errors import ConfigError, EpcontextError
+from hatch_epcontext.errors import EpcontextError
 from hatch_epcontext.system import encoding_error_text, os_error_text, terminated_as_error
 from hatch_epcontext.text import printable
 
@@ -41,25 +42,14 @@ class _Failure(click.ClickException):
         click.echo(printable(f"epcontext: {self.message}", lines=True), err=True)
 
 
-class _InvalidConfiguration(_Failure):
-    exit_code = 2
-
-
-class _Commands(Mapping[str, click.Command]):
+class _Commands(UserDict[str, Any]):
     """The commands by name; each is imported when it is looked up."""
 
     def __getitem__(self, name: str) -> click.Command:
-        if name not in SUMMARIES:
+        if name not in self:
             raise KeyError(name)
-        module = importlib.import_module(f"hatch_epcontext.cli.{name}")
-        command: click.Command = module.command
+        command: click.Command = importlib.import_module(f"hatch_epcontext.cli.{name}").command
         return command
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(SUMMARIES)
-
-    def __len__(self) -> int:
-        return len(SUMMARIES)
 
 
 class _Group(click.Group):
@@ -74,8 +64,9 @@ class _Group(click.Group):
         except EpcontextError as error:
             from hatch_epcontext.cli._settings import error_text
 
-            kind = _InvalidConfiguration if isinstance(error, ConfigError) else _Failure
-            raise kind(error_text(error, ctx)) from error
+            failure = _Failure(error_text(error, ctx))
+            failure.exit_code = error.exit_code
+            raise failure from error
         except BrokenPipeError:
             # As in ``epcontext doctor | head``: click ends the command.
             raise
@@ -88,7 +79,9 @@ class _Group(click.Group):
 
 
 @click.group(
-    cls=_Group, commands=_Commands(), context_settings={"help_option_names": ["-h", "--help"]}
+    cls=_Group,
+    commands=_Commands(SUMMARIES),
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(hatch_epcontext.__version__, prog_name="epcontext")
 def app() -> None:
