@@ -112,7 +112,7 @@ def _changed(loader: Any, opener: Opener) -> str:
             return f"the build had {name} {version}, and {here} is installed"
     folder = (package.root / variant.file).parent.resolve()
     for name in (files := package.files_of(variant)):
-        # onnxruntime refuses external data behind a link that leaves the model's folder.
+        # onnxruntime rejects external data behind a link that leaves the model's folder.
         if not (package.root / name).resolve().is_relative_to(folder):
             return f"{name} is a link to another folder"
     # A file that was changed may have the same size. With `verify` it was compared before.

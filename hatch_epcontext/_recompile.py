@@ -110,7 +110,7 @@ def find(loader: Any, opener: Opener) -> Entry:
 
 def check_can_compile(loader: Any, entry: Entry) -> None:
     """Raise SkipTargetError if nothing can be compiled into ``entry``, or not yet again."""
-    if reason := _refusal(entry.folder, entry.key) or _reason_not_to_start():
+    if reason := _earlier_failure(entry.folder, entry.key) or _reason_not_to_start():
         raise loader.SkipTargetError(f"{_NOTHING}: {reason}")
 
 
@@ -193,7 +193,7 @@ def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
     # start, so neither its path nor its time counts.
     with contextlib.suppress(OSError):
         installed.append(os.stat(facts.pop("library_path", "")).st_size)  # noqa: PTH116
-    # Python refuses an empty name with a ValueError.
+    # Of an empty name Python raises a ValueError.
     with contextlib.suppress(PackageNotFoundError, ValueError):
         installed.append(version(variant.plugin.get("package", "")))
     driver = []
@@ -259,7 +259,7 @@ def _reason_not_to_start() -> str:
     return f"a compiler needs a Python, and sys.executable is {sys.executable!r}"
 
 
-def _refusal(folder: Path, key: str) -> str:
+def _earlier_failure(folder: Path, key: str) -> str:
     """Why compiling has failed before, if it is not to be repeated yet, or an empty text."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         record = json.loads((folder / f"{key}.json").read_bytes())
@@ -305,7 +305,7 @@ def _compile(job: Job, tell: Callable[..., object], *, in_turn: bool = False) ->
         if _written(folder / job.key) not in (None, job.stale):
             return ""
         # Asked again: this process may have waited for another one, which failed.
-        if reason := _refusal(folder, job.key):
+        if reason := _earlier_failure(folder, job.key):
             return reason
         _remove(folder / f"{job.key}.tmp")
         _sweep(folder)

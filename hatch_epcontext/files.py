@@ -85,7 +85,7 @@ class FileRecord:
 def patiently(action: Callable[[], T]) -> T:
     """Return the result of ``action``, with retries while another program has its file open.
 
-    Only Windows refuses to replace, rename and remove such files. Raises OSError.
+    Only Windows fails to replace, rename and remove such files. Raises OSError.
     """
     end = time.monotonic() + _PATIENCE
     while True:

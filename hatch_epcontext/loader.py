@@ -616,7 +616,7 @@ def _open(method: Callable[[Opener], tuple[Any, str]], opener: Opener) -> tuple[
             raise
         cause = _cause(error)
     try:
-        # While other threads use a GPU, it may refuse what it opens a moment later.
+        # While other threads use a GPU, it may fail to open what it opens a moment later.
         session, runs_on = method(opener)
     except Exception:
         if not opener.fallbacks:

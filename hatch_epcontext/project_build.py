@@ -115,7 +115,7 @@ class ProjectBuild:
         return files
 
     def check_size(self, archive: Path) -> None:
-        """Warn of a wheel or an sdist that package indexes refuse by default."""
+        """Warn of a wheel or an sdist that package indexes reject by default."""
         from hatch_epcontext.package.wheel import check_size
 
         if warning := check_size(archive):

@@ -140,7 +140,7 @@ class Transport:
         """Upload the file ``source`` as ``name``."""
         options = _UPLOAD.get(self._scheme, {})
         if self._scheme in ("http", "https"):
-            # Many servers refuse a body of unknown length.
+            # Many servers reject a body of unknown length.
             options = {"method": "put", "headers": {"Content-Length": str(source.stat().st_size)}}
         file = str(source)
         self._ask(name, lambda fs, path, back: fs.put_file(file, path, callback=back, **options))

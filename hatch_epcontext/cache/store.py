@@ -295,7 +295,7 @@ def untrusted(root: Path) -> str | None:
 
 def _transfer(kind: EntryKind, source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    # ONNX Runtime refuses some external data of models if it has several hard links.
+    # ONNX Runtime rejects some external data of models if it has several hard links.
     (shutil.copyfile if kind == "cut" else link_or_copy)(source, target)
 
 

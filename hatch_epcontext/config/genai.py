@@ -184,7 +184,7 @@ def _faults(
             message = (
                 f"{GENAI_CONFIG} names {show(name)}, which cannot be a file in the folder itself."
             )
-            yield "path", message, "Rename it: onnxruntime-genai refuses '..'."
+            yield "path", message, "Rename it: onnxruntime-genai rejects '..'."
         elif name not in config.cached and not is_regular(folder / name):
             message = f"{GENAI_CONFIG} names the file {show(name)}, which is missing."
             yield "path", message, "Fetch it."

@@ -164,7 +164,7 @@ class Genai:
     @property
     def plain_overlay(self) -> dict[str, dict[str, Any]]:
         """What the folder itself needs on the CPU."""
-        # onnxruntime-genai refuses a cache below the attention's window.
+        # onnxruntime-genai rejects a cache below the attention's window.
         most = min(max(self.length, self.config.window), self.config.context_length)
         return self._limits(most)
 

@@ -71,7 +71,7 @@ def external_data(model: onnx.ModelProto, path: Path, location: str = "") -> tup
 def load_whole(path: Path) -> onnx.ModelProto:
     """Read the model at ``path`` with its external data, whose files `external_data` has accepted.
 
-    onnx itself refuses files with several hard links, as caches and workers make them instead of copies.
+    onnx itself rejects files with several hard links, as caches and workers make them instead of copies.
     """
     model = onnx.load(path, load_external_data=False)
     read_data(model, path.parent)

@@ -1,4 +1,4 @@
-"""Why a job has no artifact: outputs that differ, nodes that are left to the CPU, or a refusal."""
+"""Why a job has no artifact: outputs that differ, nodes that are left to the CPU, or how it stopped."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def failure(
         problems = _low_coverages(job, search, cause, attempts)
     else:
         # Without dynamic quantization, if that was undone; or of the last simplifier, if none works.
-        refused = [attempt for attempt in attempts if attempt.stopped_in == "compile"]
-        refused.sort(key=lambda attempt: not attempt.recipe.dequantize)
-        cause = (refused or attempts[-1:])[0]
-        problems = _refusal(job, cause)
+        stopped = [attempt for attempt in attempts if attempt.stopped_in == "compile"]
+        stopped.sort(key=lambda attempt: not attempt.recipe.dequantize)
+        cause = (stopped or attempts[-1:])[0]
+        problems = _problems_of_stop(job, cause)
     first, *others = (_with_own_keys(job, problem) for problem in problems)
     if cause.day and not job.target.from_cache:
         again = f"This was tried before ({cause.day}); {PREFIX}NO_CACHE=1 tries it again."
@@ -197,7 +197,7 @@ def _with_own_keys(job: Job, problem: Problem) -> Problem:
     return replace(problem, settings=tuple(settings))
 
 
-def _refusal(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
+def _problems_of_stop(job: Job, attempt: Attempt) -> tuple[Problem, ...]:
     """The EP's problems with ``attempt``, or those of the last simplifier, if none works."""
     first, *others = attempt.stop.problems if attempt.stop else ()
     # Those of a folder of onnxruntime-genai are its own.

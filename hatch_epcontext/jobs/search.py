@@ -1,7 +1,7 @@
 """What is known of a job: the recipes that were tried, and which one won.
 
 A `Recipe` says how to prepare and to compile the models of a job. An `Attempt` is a recipe, tried: it has the
-record of its artifact, or it was refused, by the simplifier or by the execution provider (EP). A `Verdict`
+record of its artifact, or why it stopped in the simplifier or in the execution provider (EP). A `Verdict`
 says what validation showed of it. The `Search` is all that is known of the job: report, manifest, notes and
 errors are views of it. What follows from it is in `stages`.
 """
@@ -88,7 +88,7 @@ class Attempt:
     """One recipe, tried: the record of its artifact, or why it has none.
 
     ``dropped``: the rewrites that were wrong and left out, each with the reason; ``declined``: why others
-    left refused nodes as they are. ``times``: of preparing and compiling; None if only the artifact was in
+    left nodes as they are. ``times``: of preparing and compiling; None if only the artifact was in
     a cache. ``validations``: of the models of its artifact, by what `Terms` calls the comparison.
     ``day``: of the earlier build that tried it, as ``"2026-11-23"``; empty if this one did.
     ``compared``: the comparisons that its stop depends on; empty if it is the same for all.
@@ -157,11 +157,11 @@ class Attempt:
         return self.may_ship, self.is_whole, not self.recipe.dequantize, self.share, -parts
 
     @property
-    def refused_nodes(self) -> tuple[Nodes, ...] | None:
-        """The nodes that are left to the CPU in each of the models.
+    def nodes_to_change(self) -> tuple[Nodes, ...] | None:
+        """The nodes of each model that are left to the CPU, or that the EP refuses.
 
-        None if the EP compiled nothing and does not say which it refuses: then all may be the cause, and a
-        change applies to all that it handles.
+        None if it compiled nothing and does not say which it refuses: then all may be the cause, and a change
+        applies to all that it handles.
         """
         if self.stop:
             return self.stop.nodes
@@ -180,7 +180,7 @@ class Attempt:
         If it has changed what the EP named, and that still compiles nothing, all may be the cause.
         """
         is_again = self.stop and self.recipe.changes
-        return self.recipe.with_change(kind, None if is_again else self.refused_nodes)
+        return self.recipe.with_change(kind, None if is_again else self.nodes_to_change)
 
 
 def _verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
@@ -224,7 +224,7 @@ def _verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
 def most_complete(attempts: Iterable[Attempt]) -> Attempt:
     """The one with the best `Attempt.quality`; among equals the first, which changes least.
 
-    It need not agree with the CPU; if nothing was compiled, it is one that was refused.
+    It need not agree with the CPU; if nothing was compiled, it has no artifact.
     """
     return max(attempts, key=lambda a: (a.stopped_in in (None, "compile"), a.quality))
 
@@ -357,7 +357,7 @@ class Search:
         return replace(self, attempts=tuple(attempts))
 
     def to_share(self) -> Search:
-        """What other machines may use: no refusals, which may have causes there."""
+        """What other machines may use: none that stopped, which may have causes there."""
         return replace(self, attempts=tuple(a for a in self.attempts if a.record))
 
     def joined(self, other: Search) -> Search:

@@ -137,7 +137,7 @@ def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
         # Also links that the manifest does not name: a model may name them.
         for path in sorted(folder.rglob("*")):
             if path.is_symlink() and _leads_outside(path, folder):
-                message = "is a link to a file outside of the package, which ONNX Runtime refuses."
+                message = "is a link to a file outside of the package, which ONNX Runtime rejects."
                 yield Problem(Kind.INVALID_PACKAGE, str(path), message)
 
 

@@ -469,7 +469,7 @@ def write(package: ModelPackage) -> str:
     for component in content["components"].values():
         for variant in component["variants"].values():
             for key in ("device", "compatibility_string"):
-                # ONNX Runtime refuses null.
+                # ONNX Runtime rejects null.
                 if variant[key] is None:
                     del variant[key]
     # Not sorted: the order of the variants is that of preference.

@@ -53,7 +53,7 @@ _MAX_NAMED = 5
 """The most files that a message names."""
 
 INCOMPLETE = "models_are_missing.dist-info/NOTE"
-"""A file of a wheel without its models: installers refuse a wheel with a second ``.dist-info``."""
+"""A file of a wheel without its models: installers reject a wheel with a second ``.dist-info``."""
 
 
 class FinishedWheel:
@@ -128,7 +128,7 @@ class FinishedWheel:
         try:
             yield
         except (*DAMAGED_ARCHIVE, ValueError, IndexError, struct.error, OSError) as error:
-            # The system refuses negative positions in a file with this one.
+            # The system rejects negative positions in a file with this one.
             if isinstance(error, OSError) and error.errno != errno.EINVAL:
                 raise
             raise self._error(f"it cannot be read: {error}.") from None

@@ -51,7 +51,7 @@ _MAX_MINOR = 40
 _RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
 
 MAX_SIZE = 100 * 10**6
-"""The size in bytes above which package indexes refuse a file by default (PyPI's documentation, "Storage
+"""The size in bytes above which package indexes reject a file by default (PyPI's documentation, "Storage
 limits").
 """
 

@@ -1,7 +1,7 @@
 """Models from elsewhere: downloaded once, compared with their hashes, and kept in the user's cache.
 
 The key of such an entry is the hash of the files' names and hashes, so that projects share them. They are
-plain files with one name each: ONNX and ONNX Runtime refuse links for external data.
+plain files with one name each: ONNX and ONNX Runtime reject links for external data.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ def _build_system(document: tomlkit.TOMLDocument, project: Project) -> Iterator[
         # Without one front ends take setuptools.
         table["build-backend"] = backend
         if not is_hatchling:
-            # Front ends refuse it for a back end that is not in the project.
+            # Front ends reject it for a back end that is not in the project.
             table.pop("backend-path", None)
     hooks = "tool", "hatch", "build", "hooks"
     of_wheels = "tool", "hatch", "build", "targets", "wheel", "hooks"

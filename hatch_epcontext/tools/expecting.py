@@ -70,7 +70,7 @@ class Wheel:
 def read_wheel(path: Path) -> Wheel:
     """The wheel at ``path``, whose files were compared with its records; none of its code runs.
 
-    Raises InspectionError for anything else, and for a wheel that is damaged, or that pip refuses to read.
+    Raises InspectionError for anything else, and for a wheel that is damaged, or that pip cannot read.
     """
     try:
         tags = parse_wheel_filename(path.name)[-1]
@@ -172,8 +172,8 @@ def _in_wheel(
     candidate: _Candidate, wheels: Iterable[Wheel], machine: Machine, new: frozenset[str]
 ) -> _Result:
     """As `_find_variant` of the loader: this candidate, or that of a companion."""
-    if refusal := _refused_by_pip(candidate.wheel, machine):
-        return "cannot", refusal
+    if reason := _reason_not_to_install(candidate.wheel, machine):
+        return "cannot", reason
     about = candidate.package.components[candidate.component].about
     if not (module := about.modules.get(candidate.target)):
         return _at(candidate, machine, new)
@@ -181,8 +181,8 @@ def _in_wheel(
     companion = next((wheel for wheel in wheels if module in wheel.packages), None)
     if companion is None:
         return "unknown", f"it is in the wheel of {install}"
-    if refusal := _refused_by_pip(companion, machine):
-        return "cannot", refusal
+    if reason := _reason_not_to_install(companion, machine):
+        return "cannot", reason
     components = companion.packages[module].components
     same, target = components.get(candidate.component), candidate.target
     if same is None or same.about.identity != about.identity or target not in same.variants:
@@ -215,7 +215,7 @@ def _as_installed(candidate: _Candidate, machine: Machine) -> _Result:
     return ("unknown", doubt) if doubt else ("opens", f"{CPU_EP} on cpu")
 
 
-def _refused_by_pip(wheel: Wheel, machine: Machine) -> str:
+def _reason_not_to_install(wheel: Wheel, machine: Machine) -> str:
     platforms = sorted({tag.platform for tag in wheel.tags})
     if machine.tags and "any" not in platforms and set(platforms).isdisjoint(machine.tags):
         return f"the wheel is for {listing(platforms)}"
@@ -266,7 +266,7 @@ def _expect_on(state: ProviderState, variant: Variant, device: Device) -> _Resul
         kinds = listing(sorted({offered.kind for offered in state.devices}))
         return "cannot", f"{ep} finds no {'device' if device == 'any' else device}, only {kinds}"
     compatibility = variant.compatibility_string or ""
-    if about and about.compares and compatibility in fitting[0].refused:
+    if about and about.compares and compatibility in fitting[0].incompatible:
         return "cannot", f"{ep} there says that it cannot run {compatibility[:40]}"
     best = f"{fitting[0].kind} ({fitting[0].vendor or 'unknown'})"
     known = find(ep)
@@ -276,7 +276,7 @@ def _expect_on(state: ProviderState, variant: Variant, device: Device) -> _Resul
 
 
 def _doubt_wheel(wheel: Wheel, machine: Machine) -> str:
-    """Why pip may refuse the wheel."""
+    """Why pip may not install the wheel."""
     tags = listing(sorted(map(str, wheel.tags)))
     if "py3" not in {tag.interpreter for tag in wheel.tags}:
         return f"the wheel is for {tags}"

@@ -80,7 +80,7 @@ _OUTPUT_OPTIONS = frozenset(
         "session.optimized_model_filepath",
     }
 )
-"""Session options that name a file to write: ONNX Runtime refuses a package with one."""
+"""Session options that name a file to write: ONNX Runtime rejects a package with one."""
 
 _ELSEWHERE = re.compile(r"(?:^|[\"'])(?:[/\\]|[A-Za-z]:[/\\])|(?:^|[/\\])\.\.(?:[/\\]|$)")
 """What an absolute path and a parent folder have, also in JSON."""

@@ -95,7 +95,7 @@ def load_named(path: Path) -> onnx.ModelProto:
 def _move_external(result: Path, data: str | None) -> None:
     """Move the external tensors of bodies to the main graph of ``result``.
 
-    In bodies ONNX Runtime refuses data with several hard links, which installers and caches make.
+    In bodies ONNX Runtime rejects data with several hard links, which installers and caches make.
     """
     if data is None:
         return

@@ -16,8 +16,8 @@ import onnx
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import NodeFacts, describe_deciders, describe_nodes
-from hatch_epcontext.graph.refusals import deciders
 from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.uncompilable import deciders
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import narrow
 from hatch_epcontext.worker.protocol import announce

@@ -274,7 +274,7 @@ class _SourceSession:
 
 
 def _open(source: onnx.ModelProto, path: Path, inner: frozenset[str]) -> ort.InferenceSession:
-    """A session that also returns the values called ``inner``, unless ONNX Runtime refuses that."""
+    """A session that also returns the values called ``inner``, unless ONNX Runtime cannot."""
     options = cpu_options()
     set_model_path(path, options)
     opset = graph.opset(source)

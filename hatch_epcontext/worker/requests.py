@@ -336,9 +336,9 @@ class SuggestRequest(WorkerRequest[SuggestReply], action="suggest"):
 class EpDevice:
     """A device that ``ep`` offers. ``kind``: ``"cpu"``, ``"gpu"`` or ``"npu"``; ``text``: a description.
 
-    ``vendor`` and ``metadata`` are those of the hardware and the EP; ``hardware``: the numbers
-    of the vendor and the device on PCI, or 0. ``refused``: of the compatibility strings that were asked for,
-    those of contexts that it cannot run, as the EP says.
+    ``vendor`` and ``metadata`` are those of the hardware and the EP; ``hardware``: the numbers of the vendor
+    and the device on PCI, or 0. ``incompatible``: of the compatibility strings that were asked for, those of
+    contexts that it cannot run, as the EP says.
     """
 
     ep: str
@@ -347,7 +347,7 @@ class EpDevice:
     vendor: str = ""
     hardware: tuple[int, int] = (0, 0)
     metadata: Mapping[str, str] = field(default_factory=dict)
-    refused: tuple[str, ...] = ()
+    incompatible: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -252,12 +252,12 @@ def describe_device(device: Any) -> str:
 def incompatible(target: Target, compatibility: str) -> str | None:
     """Why the EP's device cannot run a context with this compatibility string, if the EP reports that."""
     provider = target.provider
-    if not refuses(_devices(provider, target.settings), compatibility):
+    if not is_incompatible(_devices(provider, target.settings), compatibility):
         return None
     return f"{provider.ep} reports that its device or its version cannot run what was compiled"
 
 
-def refuses(devices: list[Any], compatibility: str) -> bool:
+def is_incompatible(devices: list[Any], compatibility: str) -> bool:
     """Whether the EP of ``devices`` says that they cannot run a context with this compatibility string."""
     try:
         from onnxruntime.capi._pybind_state import get_model_compatibility_for_ep_devices as compare

@@ -233,7 +233,7 @@ def flooded(log: WorkerLog) -> BuildError:
 
 def not_started(error: OSError | RuntimeError) -> BuildError:
     """The error of a worker that the system does not start."""
-    reason = (isinstance(error, OSError) and error.strerror) or "the system refuses a process"
+    reason = (isinstance(error, OSError) and error.strerror) or "the system starts no process"
     hint = "Run fewer jobs at once (build.jobs), or allow more processes and files (ulimit -u, ulimit -n)."
     message = f"the worker cannot be started: {reason}."
     return AccidentError(Problem(Kind.SYSTEM_ERROR, "", message, hint))

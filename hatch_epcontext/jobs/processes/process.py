@@ -167,7 +167,7 @@ class Workers:
     def start(self, log_path: Path, *, forked: bool) -> WorkerProcess:
         """Start a process; ``forked``: by the server, where there is one.
 
-        Raises BuildError after the build was stopped, and OSError or RuntimeError if the system refuses it:
+        Raises BuildError after the build was stopped, and OSError or RuntimeError if the system does not:
         the latter if Python cannot start a thread.
         """
         with self._lock:
@@ -213,7 +213,7 @@ class Worker:
         the log, and problems without a location. With the ``step`` of a job problems get only that:
         the job's runner sets their location. Raises what the worker raised, CrashError
         when it crashes, LimitError when it takes too long or too much memory, and AccidentError when it is
-        killed or the system refuses something; all this only in a process that has done no other task.
+        killed or the system fails; all this only in a process that has done no other task.
         """
         is_used = self.tasks > 1
         try:

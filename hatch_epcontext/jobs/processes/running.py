@@ -170,7 +170,7 @@ def _contain(process: subprocess.Popen[bytes], memory_limit: int | None) -> cont
     """Put ``process`` into a job object of Windows; closing the result ends all its children.
 
     Each of its processes gets at most ``memory_limit`` bytes of memory. The job also ends with this process.
-    On other systems, and where Windows refuses, the result does nothing.
+    On other systems, and where Windows does not let it, the result does nothing.
     """
     stack = contextlib.ExitStack()
     if sys.platform == "win32":

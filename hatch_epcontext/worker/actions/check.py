@@ -12,7 +12,7 @@ import onnx
 from hatch_epcontext.config.genai import check_caches, with_cache_sizes
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Advice, Kind, ModelError, Problem, Setting, merged
-from hatch_epcontext.graph import graph, refusals
+from hatch_epcontext.graph import graph, uncompilable
 from hatch_epcontext.graph.dequantize import is_dynamic
 from hatch_epcontext.graph.facts import Cut, TensorFacts, describe_nodes, freeze
 from hatch_epcontext.graph.parts import cut_around
@@ -85,10 +85,10 @@ def _check_model(model: Model) -> ModelFacts:
         problems += _check_profiles(
             target, inputs if target.settings.static_shapes else open_inputs
         )
-    refused = list(not_compilable(onnx_model, model, model.targets))
-    # If nothing can be compiled, other outputs do not help. The node of a wrong output is refused too.
-    hopeless = [problem for problem in refused if not problem.settings]
-    problems += hopeless or outputs_problems or refused
+    of_nodes = list(not_compilable(onnx_model, model, model.targets))
+    # If nothing can be compiled, other outputs do not help. The node of a wrong output is one of these too.
+    hopeless = [problem for problem in of_nodes if not problem.settings]
+    problems += hopeless or outputs_problems or of_nodes
     ModelError.check(problems)
     check_ranges(map(graph.facts, graph.inputs(onnx_model.graph)), model)
     state_pairs(onnx_model, model.validate.states, model.key / "validate" / "states")
@@ -146,22 +146,22 @@ def not_compilable(
         provider = target.provider
         if provider.limits is None or provider.product != "context" or target.from_cache:
             continue
-        findings = refusals.find(onnx_model, provider.limits)
+        findings = uncompilable.find(onnx_model, provider.limits)
         if findings.share < target.min_coverage:
             message = (
-                f"{provider.ep} cannot compile {len(findings.refused)} of the {findings.counted} nodes: "
-                f"{'; '.join(describe_nodes(findings.refused))}."
+                f"{provider.ep} cannot compile {len(findings.nodes)} of the {findings.counted} nodes: "
+                f"{'; '.join(describe_nodes(findings.nodes))}."
             )
             hint, settings = _advise(findings, model, target)
             problem = Problem.at(model.key, Kind.NOT_COMPILABLE, message, hint, *settings)
             yield replace(problem, targets=(target.name,))
 
 
-def _advise(findings: refusals.Findings, model: Model, target: Target) -> Advice:
-    """What to do about the refused nodes of ``model``: freeze what decides them, cut the model there, or use
+def _advise(findings: uncompilable.Findings, model: Model, target: Target) -> Advice:
+    """What to do about these nodes of ``model``: freeze what decides them, cut the model there, or use
     another provider.
     """
-    deciders = [node.deciders for node in findings.refused]
+    deciders = [node.deciders for node in findings.nodes]
     if all(deciders) and (advice := freeze(deciders, "it", model.key)):
         return advice
     if findings.is_trivial:

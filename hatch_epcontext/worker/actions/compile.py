@@ -76,7 +76,7 @@ def _at_fixed_path(model: Model, path: str) -> Path:
     folder, prepared = Path(PREPARED) / model.name, Path(path)
     folder.parent.mkdir(exist_ok=True)
     try:
-        # Not its files: ONNX Runtime refuses some external data that is a link.
+        # Not its files: ONNX Runtime rejects some external data that is a link.
         folder.symlink_to(prepared.parent, target_is_directory=True)
     except OSError:
         # Windows allows links to few users.

@@ -22,10 +22,10 @@ from hatch_epcontext.worker.session import (
     add_built_in,
     describe_device,
     incompatibilities,
+    is_incompatible,
     library_of,
     missing_for,
     preload,
-    refuses,
     register,
 )
 
@@ -70,7 +70,7 @@ def _list_devices(provider: Provider, runtime: Runtime, compatibility: Sequence[
 def describe_devices(
     devices: Iterable[Any], compatibility: Sequence[str] = ()
 ) -> tuple[EpDevice, ...]:
-    """What ONNX Runtime knows of ``devices``, and which of the contexts' strings each of them refuses."""
+    """What ONNX Runtime knows of ``devices``, and which of the contexts' strings each of them cannot run."""
     return tuple(
         EpDevice(
             device.ep_name,
@@ -85,7 +85,7 @@ def describe_devices(
                 for name, value in facts.items()
                 if name != "library_path"
             },
-            tuple(text for text in compatibility if refuses([device], text)),
+            tuple(text for text in compatibility if is_incompatible([device], text)),
         )
         for device in devices
     )

@@ -212,10 +212,10 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto
     model, source = request.model, Path(request.model.path)
     onnx_model = usual_versions(read_source(source, model.key))
     data = data_of(onnx_model, source, model.key)
-    # In bodies ONNX Runtime refuses external data with several hard links, also when it opens the source, and
+    # In bodies ONNX Runtime rejects external data with several hard links, also when it opens the source, and
     # writes it wrong.
     moves = bool(data) and move_weights(onnx_model)
-    # onnx, with which the quantizer reads the model, refuses external data with several hard links.
+    # onnx, with which the quantizer reads the model, rejects external data with several hard links.
     copy = shutil.copyfile if request.quantize is not None or moves else link_or_copy
     external.put_data(data, source.parent, folder, copy)
     check_ranges(map(graph.facts, graph.inputs(onnx_model.graph)), model)

@@ -56,15 +56,15 @@ def deciders(scope: Scope, name: str) -> Deciders:
 
 @dataclass(frozen=True)
 class Findings:
-    """The ``refused`` nodes among the ``counted`` ones, which depend on the values of inputs.
+    """The ``nodes`` that an EP cannot compile, among the ``counted`` ones, which depend on values of inputs.
 
     ``is_growing``: whether preparation may turn few nodes into many, so that their number means little.
-    ``is_trivial``: whether none of the other nodes is worth a context. ``cut``: one that leaves out the
-    refused nodes, if there is one at tensors of known types.
+    ``is_trivial``: whether none of the other nodes is worth a context. ``cut``: one that leaves them
+    out, if there is one at tensors of known types.
     """
 
     counted: int
-    refused: tuple[NodeFacts, ...]
+    nodes: tuple[NodeFacts, ...]
     is_growing: bool
     is_trivial: bool
     cut: Cut | None = None
@@ -72,13 +72,12 @@ class Findings:
     @property
     def share(self) -> float:
         """The upper limit of the compiled share of the nodes, from 0 to 1."""
-        refused = len(self.refused)
-        if not refused:
+        number = len(self.nodes)
+        if not number:
             return 1.0
         # If it grows, less than 1, however many nodes preparation makes.
-        return (
-            1 - 1e-9 if self.is_growing and refused < self.counted else 1 - refused / self.counted
-        )
+        is_unknown = self.is_growing and number < self.counted
+        return 1 - 1e-9 if is_unknown else 1 - number / self.counted
 
 
 def find(model: onnx.ModelProto, limits: Limits) -> Findings:
@@ -89,18 +88,18 @@ def find(model: onnx.ModelProto, limits: Limits) -> Findings:
     scope = Scope.of(model)
     functions = {(function.domain, function.name) for function in model.functions}
     nodes = (node for node in scope.counted if (node.domain, node.op_type) not in functions)
-    pairs = [(node, facts) for node in nodes if (facts := _refused(node, limits, scope))]
-    refused = tuple(facts for _, facts in pairs)
-    others = Counter(map(graph.operator, scope.counted)) - Counter(node.op for node in refused)
+    pairs = [(node, facts) for node in nodes if (facts := _uncompilable(node, limits, scope))]
+    uncompilable = tuple(facts for _, facts in pairs)
+    others = Counter(map(graph.operator, scope.counted)) - Counter(n.op for n in uncompilable)
     is_growing = bool(functions) or any(map(graph.inner_graphs, scope.counted))
     is_trivial = _TRIVIAL.issuperset(others)
     cut = None
-    if refused and not is_trivial:
+    if uncompilable and not is_trivial:
         cut = cut_around(scope, [name for node, _ in pairs for name in node.output if name])
-    return Findings(len(scope.counted), refused, is_growing, is_trivial, cut)
+    return Findings(len(scope.counted), uncompilable, is_growing, is_trivial, cut)
 
 
-def _refused(node: onnx.NodeProto, limits: Limits, scope: Scope) -> NodeFacts | None:
+def _uncompilable(node: onnx.NodeProto, limits: Limits, scope: Scope) -> NodeFacts | None:
     """Why an EP with ``limits`` leaves ``node`` to the CPU; None if it may compile it."""
     operator = graph.operator(node)
     facts = NodeFacts(node.name, operator)
