@@ -364,6 +364,12 @@ def left(app: Any) -> list[str]:
     return sorted(path.suffix for path in folder.iterdir()) if folder.is_dir() else []
 
 
+def forget(app: Any) -> None:
+    """Remove what is known of failures."""
+    for record in (app.user_folder() / "compiled").glob("*.json"):
+        record.unlink()
+
+
 def is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
@@ -376,6 +382,10 @@ def slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+LIMITS = (2.0, 12.0)
+"""Of seconds for a compiler that hangs; in the first a busy machine may not have started onnxruntime."""
+
+
 @needs_qnn
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 @pytest.mark.parametrize(
@@ -385,7 +395,7 @@ def slow(*values: str) -> Any:
         ("ctypes.string_at(0)", "the compiler was ended by SIGSEGV"),
         ("os._exit(3)", "the compiler ended with exit code 3"),
         # A library that has started a process, and hangs with the interpreter's lock.
-        slow("os.fork(); NOTE; ctypes.PyDLL(None).sleep(600)", "the compiler did not end in 12 s"),
+        slow("os.fork(); NOTE; ctypes.PyDLL(None).sleep(600)", "the compiler did not end in "),
         ("raise ValueError('no room')", "ValueError: no room"),
         ("Path(file).write_text('no model')", "Protobuf parsing failed"),
         ("Path(file).write_bytes(Path(JOB).read_bytes())", "User disabled EP compilation"),
@@ -396,9 +406,12 @@ def test_accidents_and_refusals_are_remembered(
 ) -> None:
     model = compilers.ship.folder / "a/npu/prepared/a.onnx"
     app = compilers(code.replace("JOB", repr(str(model))))
-    # Long enough to start onnxruntime on a busy machine.
-    monkeypatch.setattr(_recompile, "_SECONDS", 12.0 if "did not end" in reason else 600.0)
-    first = explained(app)
+    for seconds in LIMITS if "did not end" in reason else (600.0,):
+        monkeypatch.setattr(_recompile, "_SECONDS", seconds)
+        first = explained(app)
+        if compilers.started:
+            break
+        forget(app)
     assert first.startswith("npu: failed, compiling it on this machine: ")
     assert reason in first
     assert left(app) == [".json", ".lock"]
@@ -541,7 +554,7 @@ def test_what_compiles_in_the_background_outlives_the_app(
     compilers: Compilers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(compilers.folder))
-    app = compilers("time.sleep(2); compile_really(self, file)")
+    app = compilers("time.sleep(1); compile_really(self, file)")
     process = compilers.ship.start(IN_BACKGROUND, "", "killed")
     assert "source" in process.communicate(timeout=60)[0]
     assert process.returncode == -9
@@ -557,7 +570,7 @@ def test_one_process_compiles_in_the_background(
     compilers: Compilers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(compilers.folder))
-    compilers("time.sleep(1); compile_really(self, file); time.sleep(1); NOTE")
+    compilers("time.sleep(0.5); compile_really(self, file); time.sleep(0.5); NOTE")
     targets = {}
     for index in range(3):
         settings = {"session_options": {"session.some": str(index)}}
@@ -577,15 +590,19 @@ def test_one_process_compiles_in_the_background(
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 @pytest.mark.parametrize(
     ("code", "reason"),
-    [("time.sleep(600)", "did not end in 12 s"), ("os.abort()", "was ended by SIGABRT")],
+    [("time.sleep(600)", "did not end in "), ("os.abort()", "was ended by SIGABRT")],
 )
 def test_accidents_in_the_background_are_remembered(
     code: str, reason: str, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = compilers(code)
-    monkeypatch.setattr(_recompile, "_SECONDS", 12.0 if "did not end" in reason else 600.0)
-    assert in_background(app)[1] == LATER
-    wait_for(lambda: left(app) == [".json", ".lock"])
+    for seconds in LIMITS if "did not end" in reason else (600.0,):
+        monkeypatch.setattr(_recompile, "_SECONDS", seconds)
+        assert in_background(app)[1] == LATER
+        wait_for(lambda: left(app) == [".json", ".lock"])
+        if compilers.started:
+            break
+        forget(app)
     for recompile in (True, "background"):
         (_, attempt, source) = app.explain("a", device="any", recompile=recompile)
         assert attempt.outcome == "skipped"
@@ -631,15 +648,15 @@ def test_an_app_that_is_killed_leaves_nothing(
     compilers: Compilers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(compilers.folder))
-    code = "Path(file).write_text('half of it'); time.sleep(1); compile_really(self, file)"
+    code = "Path(file).write_text('half of it'); time.sleep(0.5); compile_really(self, file)"
     app = compilers(code)
-    for moment in range(10):
+    for moment in range(6):
         (compilers.folder / "started").unlink(missing_ok=True)
         process = compilers.ship.start(LOAD)
-        if moment > 4:
+        if moment > 2:
             # While it compiles: at first it imports onnxruntime.
             wait_for(lambda: bool(compilers.started))
-        time.sleep(moment % 5 * 0.3)
+        time.sleep(moment % 3 * 0.3)
         process.kill()
         process.communicate(timeout=60)
         wait_for(lambda: not any(map(is_running, compilers.started)))
