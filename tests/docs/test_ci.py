@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from textwrap import dedent, indent
 
 import pytest
+from click.testing import CliRunner
 
 from tests.conftest import REPOSITORY
-from tests.integration.conftest import tool
 
 PAGE = (REPOSITORY / "docs" / "ci.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(yaml|json)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -30,10 +29,11 @@ def as_file(block: str) -> tuple[str, str]:
 
 
 def check(schema: str, *files: Path) -> None:
-    command = [str(tool("check-jsonschema")), "--builtin-schema", f"vendor.{schema}"]
-    command += map(str, files)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    # Importing it takes a second, which all processes that collect tests would spend.
+    from check_jsonschema import main
+
+    done = CliRunner().invoke(main, ["--builtin-schema", f"vendor.{schema}", *map(str, files)])
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
