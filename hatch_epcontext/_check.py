@@ -133,4 +133,5 @@ def _older_ep(variant: Variant) -> str:
 
 
 def _numbers(version: str) -> list[int]:
+    """The first three numbers of ``version``, to compare releases."""
     return [int(number) for number in re.findall(r"\d+", version)[:3]]

@@ -54,11 +54,17 @@ def _shape(text: str) -> Any:
     return sizes if isinstance(sizes, list) else text
 
 
-def _pair(text: str, table: str = "", read: Callable[[str], Any] = _value) -> Mapping[str, Any]:
-    """``key=value`` of ``table``; without one, any key of TOML."""
+def key_and_value(text: str) -> tuple[str, str]:
+    """Those of ``key=value``; raises click's BadParameter for another text."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise click.BadParameter(f"{show(text)} is not key=value.")
+    return key, value
+
+
+def _pair(text: str, table: str = "", read: Callable[[str], Any] = _value) -> Mapping[str, Any]:
+    """``key=value`` of ``table``; without one, any key of TOML."""
+    key, value = key_and_value(text)
     if table:
         return {table: {key: read(value)}}
     for line in (text, f"{key} = {to_toml(value)}"):

@@ -15,6 +15,7 @@ import click
 
 import hatch_epcontext
 from hatch_epcontext.cli._common import echo, show_table, warn
+from hatch_epcontext.cli._settings import key_and_value
 from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.errors import (
     ROOT,
@@ -30,7 +31,7 @@ from hatch_epcontext.jobs.requirements import (
 )
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.text import file_name, listing, quoted_key, show, to_toml
+from hatch_epcontext.text import file_name, listing, quoted_key, to_toml
 from hatch_epcontext.tools.environment import (
     Machine,
     ProviderState,
@@ -76,9 +77,10 @@ Examples:
 @click.option(
     "-O",
     "--option",
-    "pairs",
+    "options",
     multiple=True,
     metavar="K=V",
+    callback=lambda ctx, param, pairs: dict(map(key_and_value, pairs)),
     help="With --library: an option of its EP.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print this machine, or the table, as JSON.")
@@ -88,7 +90,7 @@ def command(
     wheels: tuple[Path, ...],
     files: tuple[Path, ...],
     library: str | None,
-    pairs: tuple[str, ...],
+    options: Mapping[str, str],
     as_json: bool,
 ) -> None:
     """Show what this machine can compile, and what a wheel does.
@@ -110,14 +112,14 @@ def command(
     """
     if library is not None and (as_json or wheels):
         raise click.UsageError("--library takes neither a wheel nor --json.")
-    if pairs and library is None:
+    if options and library is None:
         raise click.UsageError("--option needs --library.")
     if files and not wheels:
         raise click.UsageError("--devices needs a wheel.")
     if wheels:
         ctx.exit(_show_wheels(wheels, files, as_json))
     if library is not None:
-        ctx.exit(_show_library(library, _read_options(pairs)))
+        ctx.exit(_show_library(library, options))
     runtime, states = examine()
     problems = _problems(states)
     if as_json:
@@ -258,16 +260,6 @@ def _problems(states: Iterable[ProviderState]) -> list[Problem]:
         if state.devices and state.reason
     )
     return problems
-
-
-def _read_options(pairs: Iterable[str]) -> dict[str, str]:
-    options = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise click.BadParameter(f"{show(pair)} is not key=value.", param_hint="--option")
-        options[name] = value
-    return options
 
 
 def _target_tables(

@@ -342,10 +342,6 @@ def _sha256(wheel: Path, name: str) -> str:
     return digest.hexdigest()
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
-
-
 def opens_nothing(expectations: Iterable[Expectation]) -> list[str]:
     """The models of which no target opens: there ``load`` raises an error."""
     answers: dict[tuple[str, str], set[Answer]] = {}
@@ -353,3 +349,8 @@ def opens_nothing(expectations: Iterable[Expectation]) -> list[str]:
         model = expectation.package, expectation.model
         answers.setdefault(model, set()).add(expectation.answer)
     return [model for (_, model), known in answers.items() if known == {"cannot"}]
+
+
+def _numbers(version: str) -> list[int]:
+    """As in ``_check.py``, which imports nothing of the package: the first three, to compare releases."""
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
