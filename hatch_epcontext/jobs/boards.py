@@ -15,7 +15,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.text import printable
 from hatch_epcontext.worker.results import Validation
 
-FORMAT = 1
+REPORT_FORMAT = 1
 """The version of the reports' format."""
 
 MAX_TEXT = 500

@@ -14,7 +14,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import BuildError, Kind, Problem, Setting, UnavailableError
 from hatch_epcontext.files import link_or_copy, symlink_or_copy
 from hatch_epcontext.jobs.artifact import Built, Result, Source
-from hatch_epcontext.jobs.plan import FORMAT, Job
+from hatch_epcontext.jobs.plan import CACHE_FORMAT, Job
 from hatch_epcontext.jobs.requirements import genai_installed
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.shipped import SOURCE
@@ -145,7 +145,7 @@ def open_folders(build: Build, *, only_known: bool) -> Iterator[str]:
         if only_known or model.validate.mode not in ("auto", "require"):
             continue
         files = {name: file.sha256 for name, file in source.records.items()}
-        key = value_sha256(["opened", FORMAT, genai.plain_overlay, files, model.fallback])
+        key = value_sha256(["opened", CACHE_FORMAT, genai.plain_overlay, files, model.fallback])
         line = build.cache.get("facts", key, str)
         if line is None:
             folder, scratch = str(model.path.parent), build.scratch("open")
@@ -187,7 +187,9 @@ def answers_key(build: Build, built: Built) -> str:
     source = build.sources[model.configured_name]
     records = (source.records, built.record.files)
     files = [{name: file.sha256 for name, file in record.items()} for record in records]
-    return value_sha256([FORMAT, model.genai.plain_overlay, overlay([built], build.sources), files])
+    return value_sha256(
+        [CACHE_FORMAT, model.genai.plain_overlay, overlay([built], build.sources), files]
+    )
 
 
 def compare_answers(

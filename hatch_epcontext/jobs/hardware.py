@@ -13,8 +13,8 @@ from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
 from hatch_epcontext.files import read_regular
 from hatch_epcontext.jobs.artifact import Built, Result
 from hatch_epcontext.jobs.boards import (
-    FORMAT,
     MAX_TEXT,
+    REPORT_FORMAT,
     BoardEntry,
     BoardReport,
     BoardRun,
@@ -79,8 +79,10 @@ def _parse(raw: bytes) -> BoardReport:
     content = json.loads(raw, parse_constant=refuse_constant)
     if not isinstance(content, dict) or not {"format", "entries"} <= content.keys():
         raise ValueError("it is no report of epcontext validate")
-    if content["format"] != FORMAT:
-        raise ValueError(f"its format is {content['format']!r}, and this version reads {FORMAT}")
+    if content["format"] != REPORT_FORMAT:
+        raise ValueError(
+            f"its format is {content['format']!r}, and this version reads {REPORT_FORMAT}"
+        )
     for text in _texts(content):
         if len(text) > MAX_TEXT or text != printable(text):
             raise ValueError(f"it has a text that no report has: {printable(text)[:40]!r}")

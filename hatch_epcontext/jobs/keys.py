@@ -1,6 +1,7 @@
-"""The identities by which a build finds what earlier ones learnt of a job; each is a hex sha256.
+"""The identities by which a build finds what earlier ones learnt of a job.
 
-``docs/architecture.md`` says what a miss of each means, and which other identities there are.
+Each is a hex sha256, but for the `Terms`, which have one for each model. ``docs/architecture.md`` says what a
+miss of each means, and which other identities there are.
 
 In the cache ``searches`` are found by the search key, ``artifacts`` by their own, and ``refs``, the keys of
 the latest artifacts, by only the fingerprint, for builds that only read the cache.
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hatch_epcontext.cache.build import Index
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.jobs.plan import FORMAT, Job
+from hatch_epcontext.jobs.plan import CACHE_FORMAT, Job
 from hatch_epcontext.jobs.recipe import Recipe
 from hatch_epcontext.jobs.search import Terms
 from hatch_epcontext.jobs.sources import inputs_digest
@@ -53,4 +54,4 @@ def comparison_key(job: Job, model: Model, index: Index) -> str:
     tolerance, options = model.tolerance_for(job.target), job.target.load_options
     validate = model.validate
     settings = (model.is_compared, tolerance, validate.states, validate.ranges, options)
-    return value_sha256([FORMAT, model.name, inputs, *settings])
+    return value_sha256([CACHE_FORMAT, model.name, inputs, *settings])

@@ -14,8 +14,9 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import file_name, listing
 
-FORMAT = 32
-"""Increased when workers compile or validate the same request differently."""
+CACHE_FORMAT = 32
+"""A part of the keys of the cache; increased when workers treat the same request differently, or a stored
+document has other fields."""
 
 _NOT_COMPILED = frozenset(
     {
@@ -147,7 +148,7 @@ class Job:
             (sha256, model_settings(model), model.is_compared)
             for sha256, model in zip(contents, self.models, strict=True)
         ]
-        return value_sha256([FORMAT, models, self.target.settings, calibration])
+        return value_sha256([CACHE_FORMAT, models, self.target.settings, calibration])
 
     def _chips(self) -> Mapping[str, Mapping[str, str]]:
         """The options that name a chip, by their text, for each distinct chip; one chip has no text."""

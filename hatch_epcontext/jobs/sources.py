@@ -21,7 +21,7 @@ from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_fi
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.plan import FORMAT, Plan, model_settings, plan
+from hatch_epcontext.jobs.plan import CACHE_FORMAT, Plan, model_settings, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.serialize import to_plain, value_sha256
@@ -87,7 +87,7 @@ def _cut_model(
     """The path of ``model`` after it was cut, below ``scratch``, and its `Model.content`."""
     source, index, folder = model.path, cache.index, scratch / "model"
     change = [index.sha256(source), model.cut, model.constants, with_defaults]
-    key = value_sha256([hatch_epcontext.__version__, FORMAT, source.name, *change])
+    key = value_sha256([hatch_epcontext.__version__, CACHE_FORMAT, source.name, *change])
     cut = cache.get("cut", key, _CutModel, folder)
     data = {} if cut is None else {source.parent / name: sha for name, sha in cut.data.items()}
     # The external data of the whole model may have changed since it was cut.
@@ -276,7 +276,7 @@ def _unchecked_key(model: Model, index: Index) -> str:
     """What identifies the facts of ``model`` whatever it is checked against."""
     return value_sha256(
         {
-            "version": [hatch_epcontext.__version__, FORMAT],
+            "version": [hatch_epcontext.__version__, CACHE_FORMAT],
             "sha256": index.sha256(model.path),
             "model": model_settings(model),
             "states": dict(model.validate.states),

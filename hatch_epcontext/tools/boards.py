@@ -25,7 +25,7 @@ from hatch_epcontext.errors import InspectionError, Kind, Problem, UnavailableEr
 from hatch_epcontext.files import is_inside, is_regular, temp_dir
 from hatch_epcontext.jobs.artifact import GENERATOR, Source
 from hatch_epcontext.jobs.boards import (
-    FORMAT,
+    REPORT_FORMAT,
     BoardEntry,
     BoardReport,
     BoardRun,
@@ -193,7 +193,7 @@ def _windows_driver(kind: str, name: str) -> str:
 def make_report(package: str, entries: Iterable[BoardEntry]) -> BoardReport:
     """The report of ``entries`` of the wheel or folder ``package``."""
     generator = f"{GENERATOR} {hatch_epcontext.__version__}"
-    return BoardReport(FORMAT, generator, package, tuple(entries))
+    return BoardReport(REPORT_FORMAT, generator, package, tuple(entries))
 
 
 @contextlib.contextmanager
