@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import hatch_epcontext
-from hatch_epcontext.errors import EpcontextError
+from hatch_epcontext.errors import ConfigError, EpcontextError
 from hatch_epcontext.system import encoding_error_text, os_error_text, terminated_as_error
 from hatch_epcontext.text import printable
 
@@ -42,6 +42,10 @@ class _Failure(click.ClickException):
         click.echo(printable(f"epcontext: {self.message}", lines=True), err=True)
 
 
+class _InvalidConfiguration(_Failure):
+    exit_code = 2
+
+
 class _Commands(UserDict[str, Any]):
     """The commands by name; each is imported when it is looked up."""
 
@@ -64,9 +68,8 @@ class _Group(click.Group):
         except EpcontextError as error:
             from hatch_epcontext.cli._settings import error_text
 
-            failure = _Failure(error_text(error, ctx))
-            failure.exit_code = error.exit_code
-            raise failure from error
+            kind = _InvalidConfiguration if isinstance(error, ConfigError) else _Failure
+            raise kind(error_text(error, ctx)) from error
         except BrokenPipeError:
             # As in ``epcontext doctor | head``: click ends the command.
             raise
