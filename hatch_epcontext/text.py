@@ -8,6 +8,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+MAX_NAMED = 5
+"""Of more files, models or sizes than this, most messages give the number."""
+
 _MAX_ALLOWED = 12
 """The most allowed names that are listed beside a suggestion."""
 
@@ -239,13 +242,15 @@ def pairs(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; the texts of each column begin at the same column."""
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> list[str]:
+    """The lines of a table; the texts of a column begin at the same column, or end there if the first is
+    in ``right``.
+    """
+    columns = []
+    for cells in zip(*rows, strict=True):
+        align = str.rjust if cells[0] in right else str.ljust
+        columns.append([align(cell, max(map(len, cells))) for cell in cells])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
 
 def count(number: int, noun: str) -> str:

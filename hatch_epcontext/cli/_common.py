@@ -20,7 +20,7 @@ from hatch_epcontext.jobs.plan import Plan, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import IncompleteError, build, build_with_report, open_cache
 from hatch_epcontext.package.manifest import FILE
-from hatch_epcontext.text import count, printable, show_size, to_toml
+from hatch_epcontext.text import aligned, count, printable, show_size, to_toml
 
 Command = Callable[..., Any]
 
@@ -32,14 +32,9 @@ def echo(text: str, *, err: bool = False, lines: bool = False) -> None:
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table; sizes and files are aligned to the right."""
-    lines = [tuple(columns), *(tuple(map(printable, row)) for row in rows)]
-    aligned = []
-    for cells in zip(*lines, strict=True):
-        width = max(map(len, cells))
-        is_number = cells[0] in ("size", "files")
-        aligned.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in cells])
-    for line in zip(*aligned, strict=True):
-        click.echo("  ".join(line).rstrip())
+    lines = [columns, *([*map(printable, row)] for row in rows)]
+    for line in aligned(lines, right=("size", "files")):
+        click.echo(line)
 
 
 class _ModelFile(click.Path):
@@ -63,6 +58,14 @@ def advice_for_folder(path: str) -> str:
 
 existing_file = _ModelFile(exists=True, dir_okay=False, path_type=Path)
 existing_folder = click.Path(exists=True, file_okay=False, path_type=Path)
+new_file = click.Path(dir_okay=False, path_type=Path)
+
+
+def command_with_examples(name: str, *examples: str) -> Callable[[Command], click.Command]:
+    """The command ``name``, whose help ends with ``examples`` of what follows the name."""
+    # Click keeps the lines of a paragraph that begins with a backspace.
+    lines = ["\b\nExamples:", *(f"epcontext {name} {example}" for example in examples)]
+    return click.command(name, epilog="\n  ".join(lines))
 
 
 def warn(text: str) -> None:
@@ -92,6 +95,12 @@ def open_store() -> Store:
     return Store(root)
 
 
+def output_option(metavar: str, help: str) -> Callable[[Command], Command]:  # noqa: A002
+    """``--output``, which is required: a file or a folder."""
+    path = click.Path(path_type=Path)
+    return click.option("-o", "--output", required=True, type=path, metavar=metavar, help=help)
+
+
 verbose_option = click.option(
     "-v", "--verbose", count=True, help="Print the workers' log; -vv: all of it."
 )
@@ -105,7 +114,7 @@ def _report_path(ctx: click.Context, param: click.Parameter, path: Path | None) 
 
 report_option = click.option(
     "--report",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=new_file,
     callback=_report_path,
     metavar="F.html",
     help="Write a report: .html or .json.",

@@ -20,15 +20,12 @@ from hatch_epcontext.files import write_atomically
 from hatch_epcontext.package.wheel import MAX_SIZE
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.system import Terminated
-from hatch_epcontext.text import listing, show_size
+from hatch_epcontext.text import MAX_NAMED, listing, show_size
 from hatch_epcontext.tools.adding import NewModel, Pyproject, add_models, left_to_do, one_line
 from hatch_epcontext.tools.environment import provider_states
 from hatch_epcontext.tools.project import Project
 
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
-
-_MAX_NAMED = 5
-"""Of more models than this, a message gives the number."""
 
 _MAX_REASON = 120
 """Characters of the reason why a target refuses a model."""
@@ -162,7 +159,7 @@ def _try(
         finished.append(replace(model, outcomes=reasons))
     working = [model for model in finished if model.works]
     if stopped is not None:
-        left = listing((model.path for model in new[len(finished) :]), _MAX_NAMED)
+        left = listing((model.path for model in new[len(finished) :]), MAX_NAMED)
         warn(f"stopped; epcontext init --try compiles what is left: {left}")
         if not working:
             raise stopped

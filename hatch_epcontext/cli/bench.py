@@ -15,7 +15,14 @@ from typing import Any
 import click
 
 from hatch_epcontext.cache.build import Cache
-from hatch_epcontext.cli._common import echo, make_workers, show_table, warn
+from hatch_epcontext.cli._common import (
+    command_with_examples,
+    echo,
+    make_workers,
+    new_file,
+    show_table,
+    warn,
+)
 from hatch_epcontext.cli._settings import (
     models_argument,
     project_config,
@@ -72,15 +79,11 @@ class Opening:
         return f"{WAYS[self.way]}, simulator" if self.simulated else WAYS[self.way]
 
 
-# Click keeps the lines of a paragraph that begins with a backspace.
-_EXAMPLES = """\b
-Examples:
-  epcontext bench model.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1
-  epcontext bench --target x-elite
-"""
-
-
-@click.command("bench", epilog=_EXAMPLES)
+@command_with_examples(
+    "bench",
+    "model.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1",
+    "--target x-elite",
+)
 @models_argument(required=False)
 @provider_option(required=False)
 @short_flags
@@ -96,12 +99,7 @@ Examples:
     help="How many runs, of all processes, are measured after the warm-up; 100 by default.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all times as JSON, in seconds.")
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="F.png",
-    help="Draw a bar chart: .png or .svg.",
-)
+@click.option("--plot", type=new_file, metavar="F.png", help="Draw a bar chart: .png or .svg.")
 @click.pass_context
 def command(
     ctx: click.Context,

@@ -8,7 +8,15 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.cli._common import echo, report_option, run_plan, show_written, verbose_option
+from hatch_epcontext.cli._common import (
+    command_with_examples,
+    echo,
+    output_option,
+    report_option,
+    run_plan,
+    show_written,
+    verbose_option,
+)
 from hatch_epcontext.cli._settings import (
     models_argument,
     provider_option,
@@ -22,25 +30,15 @@ from hatch_epcontext.tools.configure import SHARED, configure, name_models
 
 _HEADLINE = "compiling failed, nothing is written"
 
-# Click keeps the lines of a paragraph that begins with a backspace.
-_EXAMPLES = """\b
-Examples:
-  epcontext compile model.onnx -o model_ctx.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1
-  epcontext compile prefill.onnx decode.onnx -o out -p qnn --share-weights
-  epcontext compile model.onnx -o model.ortpackage -p qnn --set chip=snapdragon-x-elite
-"""
 
-
-@click.command("compile", epilog=_EXAMPLES)
-@models_argument(type_=click.Path(exists=True, path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="OUT",
-    help="The context model (.onnx), a model package (.ortpackage), or a folder.",
+@command_with_examples(
+    "compile",
+    "model.onnx -o model_ctx.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1",
+    "prefill.onnx decode.onnx -o out -p qnn --share-weights",
+    "model.onnx -o model.ortpackage -p qnn --set chip=snapdragon-x-elite",
 )
+@models_argument(type_=click.Path(exists=True, path_type=Path))
+@output_option("OUT", "The context model (.onnx), a model package (.ortpackage), or a folder.")
 @provider_option()
 @setting_flags
 @switch("--embed", {"embed": True}, "The blob inside the context model.")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import click
 
 import hatch_epcontext
-from hatch_epcontext.cli._common import echo, show_table, warn
+from hatch_epcontext.cli._common import command_with_examples, echo, show_table, warn
 from hatch_epcontext.cli._settings import key_and_value
 from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.errors import (
@@ -50,14 +50,12 @@ from hatch_epcontext.tools.expecting import (
 from hatch_epcontext.tools.libraries import describe_library, options_of, try_library
 from hatch_epcontext.worker.requests import EpDevice
 
-_EXAMPLES = """\b
-Examples:
-  epcontext doctor --json > board.json
-  epcontext doctor my_app-1.0-py3-none-any.whl --devices board.json --devices pc.json
-"""
 
-
-@click.command("doctor", epilog=_EXAMPLES)
+@command_with_examples(
+    "doctor",
+    "--json > board.json",
+    "my_app-1.0-py3-none-any.whl --devices board.json --devices pc.json",
+)
 @click.argument("wheels", metavar="[WHEEL]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "--devices",

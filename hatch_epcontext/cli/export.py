@@ -7,29 +7,26 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import report_option, run_plan, show_written, verbose_option
+from hatch_epcontext.cli._common import (
+    command_with_examples,
+    output_option,
+    report_option,
+    run_plan,
+    show_written,
+    verbose_option,
+)
 from hatch_epcontext.cli._settings import project_config, project_options
 from hatch_epcontext.tools.compiling import export
 from hatch_epcontext.tools.project import Project
 
-# Click keeps the lines of a paragraph that begins with a backspace.
-_EXAMPLES = """\b
-Examples:
-  epcontext export -o src/my_app/epcontext --overwrite
-  epcontext export ../app --target x-elite -o build/models
-"""
 
-
-@click.command("export", epilog=_EXAMPLES)
-@project_options
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="The folder of the model package.",
+@command_with_examples(
+    "export",
+    "-o src/my_app/epcontext --overwrite",
+    "../app --target x-elite -o build/models",
 )
+@project_options
+@output_option("DIR", "The folder of the model package.")
 @click.option(
     "--overwrite",
     is_flag=True,

@@ -21,10 +21,7 @@ from hatch_epcontext.cli._settings import project_config
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.files import file_sha256, temp_dir
 from hatch_epcontext.package.sdist import RECORDED_IGNORE
-from hatch_epcontext.text import count, listing, to_toml
-
-_MAX_NAMED = 5
-"""Of more sizes than this, a message gives the number."""
+from hatch_epcontext.text import MAX_NAMED, count, listing, to_toml
 
 
 @click.command("record", context_settings={"allow_interspersed_args": False})
@@ -107,7 +104,7 @@ def _show(samples: Path, runs: Sequence[Any], models: Sequence[Model]) -> None:
             file.rename(folder / file.name)
     keys = [f"{key} = {to_toml(value)}" for key, value in json.loads(most).items() if value]
     if others and keys:
-        rest = listing((_text(sizes) for sizes, _ in others), _MAX_NAMED)
+        rest = listing((_text(sizes) for sizes, _ in others), MAX_NAMED)
         keys.append(f"# in {number} of {count(len(runs), 'run')}; else {rest}")
     table = {"inputs": samples.as_posix(), **({"states": states} if states else {})}
     keys.append(f"validate = {to_toml(table)}")
@@ -115,7 +112,7 @@ def _show(samples: Path, runs: Sequence[Any], models: Sequence[Model]) -> None:
     kept_text = f"kept {count(len({*kept.values()}), 'sample')}. In the table of the model, set"
     echo(f"{name}: {kept_text}\n{lines}", err=True, lines=True)
     if wrong.total():
-        fed = listing(map(_text, +wrong), _MAX_NAMED)
+        fed = listing(map(_text, +wrong), MAX_NAMED)
         warn(
             f"{name}: {wrong.total()} of {count(len(runs), 'run')} had other sizes than the table, and "
             f"would not use what is compiled: {fed}."

@@ -10,7 +10,15 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.cli._common import echo, existing_file, make_workers, verbose_option, warn
+from hatch_epcontext.cli._common import (
+    command_with_examples,
+    echo,
+    existing_file,
+    make_workers,
+    new_file,
+    verbose_option,
+    warn,
+)
 from hatch_epcontext.cli._settings import provider_option, setting_flags, use_flag_names
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.boards import describe_run
@@ -33,17 +41,14 @@ from hatch_epcontext.worker.results import Validation
 
 _HEADLINE = "validation failed"
 
-# Click keeps the lines of a paragraph that begins with a backspace.
-_EXAMPLES = """\b
-Examples:
-  epcontext validate model_ctx.onnx --source model.onnx
-  epcontext validate model.ortpackage
-  epcontext validate model.ortpackage --set validate=auto
-  epcontext validate --package digits_app-1.0.0-py3-none-any.whl --report x-elite.json
-"""
 
-
-@click.command("validate", epilog=_EXAMPLES)
+@command_with_examples(
+    "validate",
+    "model_ctx.onnx --source model.onnx",
+    "model.ortpackage",
+    "model.ortpackage --set validate=auto",
+    "--package digits_app-1.0.0-py3-none-any.whl --report x-elite.json",
+)
 @click.argument("path", type=click.Path(exists=True, path_type=Path), required=False)
 @click.option("-s", "--source", type=existing_file, help="The source model, to compare with.")
 @provider_option(required=False)
@@ -54,7 +59,7 @@ Examples:
 )
 @click.option(
     "--report",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=new_file,
     metavar="R.json",
     help="Write what this machine's devices make of each target.",
 )

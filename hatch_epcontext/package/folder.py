@@ -43,10 +43,7 @@ from hatch_epcontext.package.manifest import (
 from hatch_epcontext.package.wheel import OUTPUT, Tree
 from hatch_epcontext.serialize import from_plain
 from hatch_epcontext.shipped import METADATA, SOURCE
-from hatch_epcontext.text import listing
-
-_MAX_NAMED = 5
-"""The most files that a message names."""
+from hatch_epcontext.text import MAX_NAMED, listing
 
 
 def read(text: bytes, location: str) -> ModelPackage | None:
@@ -198,7 +195,7 @@ def refuse_others(folder: Path, *, edited: bool) -> None:
     ]
     if others:
         message = (
-            f"the folder has files that this tool did not write: {listing(others, _MAX_NAMED)}."
+            f"the folder has files that this tool did not write: {listing(others, MAX_NAMED)}."
         )
         hint = "Choose another folder, or move them away: they are never overwritten."
         raise OutputError(Problem(Kind.FILE_EXISTS, str(folder), message, hint))

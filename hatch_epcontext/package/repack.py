@@ -36,7 +36,7 @@ from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, Problem, SdistError, WheelError
 from hatch_epcontext.files import is_inside
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata, tag
-from hatch_epcontext.text import listing, show
+from hatch_epcontext.text import MAX_NAMED, listing, show
 
 _CHUNK = 1 << 20
 
@@ -48,9 +48,6 @@ _LARGE = 10 * 10**6
 
 _WORTH = 0.85
 """The part of its size to which a large file shrinks at least if it is deflated."""
-
-_MAX_NAMED = 5
-"""The most files that a message names."""
 
 INCOMPLETE = "models_are_missing.dist-info/NOTE"
 """A file of a wheel without its models: installers reject a wheel with a second ``.dist-info``."""
@@ -275,9 +272,7 @@ def names_of_sdist(sdist: Path, maker: str) -> list[str]:
         if folder == sdist.name or not members:
             problem = "an sdist is a .tar.gz with the files of the project."
         elif outside:
-            problem = (
-                f"it has files outside of the folder {folder}: {listing(outside[:_MAX_NAMED])}."
-            )
+            problem = f"it has files outside of the folder {folder}: {listing(outside, MAX_NAMED)}."
     if problem:
         raise SdistError(Problem(Kind.NOT_IN_SDIST, f"{sdist.name} of {maker}", problem))
     return [member.name.partition("/")[2] for member in members if member.isreg()]

@@ -31,7 +31,7 @@ from hatch_epcontext.jobs.requirements import installed, oldest_releases
 from hatch_epcontext.package.external_data import model_files
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
-from hatch_epcontext.text import listing, show_size, to_toml
+from hatch_epcontext.text import MAX_NAMED, listing, show_size, to_toml
 
 FOLDER = "epcontext"
 """The name of the package's folder in the app's import package, by default."""
@@ -41,9 +41,6 @@ OUTPUT = Key() / "output"
 
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 """What `zipfile` raises for contents that it cannot read."""
-
-_MAX_NAMED = 5
-"""Of more files than this, a message gives the number."""
 
 _MAX_MINOR = 40
 """Above the number of any minor release of ONNX Runtime or an EP."""
@@ -156,7 +153,7 @@ def check_collisions(output: PurePosixPath, tree: Tree, own: frozenset[str]) -> 
     if collisions:
         folder = f"{output}/epcontext" if len(output.parts) == 1 else None
         message = (
-            f'the project has files of its own in "{output}": {listing(collisions, _MAX_NAMED)}.'
+            f'the project has files of its own in "{output}": {listing(collisions, MAX_NAMED)}.'
         )
         hint = "Choose a folder that has only the models."
         raise ConfigError(

@@ -23,7 +23,7 @@ from hatch_epcontext.files import unreadable
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array, is_extended, numpy_dtype
 from hatch_epcontext.graph.facts import Range, Size, TensorFacts
-from hatch_epcontext.text import listing
+from hatch_epcontext.text import MAX_NAMED, listing
 from hatch_epcontext.worker.samples import MANY, Sample, given_samples, samples
 from hatch_epcontext.worker.synthetic import RANDOM, generated_inputs, generator
 
@@ -32,9 +32,6 @@ _SAME = {"zeros": Range(0.0, 0.0, known=False), "ones": Range(1.0, 1.0, known=Fa
 
 MAX_GIVEN = 64
 """The most given samples that are run on the CPU: they and their outputs are in memory at once."""
-
-_MAX_NAMED = 5
-"""Of more sizes than this, a message gives the number."""
 
 _MAX_VALUES = 2**29
 """The most values of a generated input: generating them takes 4 GiB."""
@@ -104,7 +101,7 @@ def _other_sizes(
     if not sizes:
         return None
     fed = ", ".join(
-        f"{key.parts[-1]} = {listing(dict.fromkeys(map(str, values)), _MAX_NAMED)}"
+        f"{key.parts[-1]} = {listing(dict.fromkeys(map(str, values)), MAX_NAMED)}"
         for key, values in sizes.items()
     )
     message = f"{Path(model.validate.inputs).name} has samples of other sizes: {fed}."
