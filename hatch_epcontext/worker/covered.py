@@ -103,8 +103,12 @@ def describe_values(run: ReferenceRun, agreed: Iterable[ReferenceRun]) -> str:
         ]
         return f"inputs as in the sample {run.name!r}, {listing(parts, _MAX_NAMED)},"
     ordinary = {values.name: values for values in compared_values([*agreed], {})}
-    parts = [_describe_far(run, name, far, ordinary.get(name)) for name, far in run.far.items()]
-    return listing(parts, _MAX_NAMED)
+    names: dict[str, list[str]] = {}
+    for name, far in run.far.items():
+        names.setdefault(_describe_far(run, name, far, ordinary.get(name)), []).append(repr(name))
+    texts = (f"{listing(same, _MAX_NAMED)} {text}" for text, same in names.items())
+    texts = (f"{text}," if "such as" in text else text for text in texts)
+    return listing(texts, _MAX_NAMED).replace(",,", ",")
 
 
 def _describe_far(run: ReferenceRun, name: str, far: Far, known: InputValues | None) -> str:
@@ -112,11 +116,11 @@ def _describe_far(run: ReferenceRun, name: str, far: Far, known: InputValues | N
     if far.centers and any(far.centers):
         centers = listing(map(show_number, dict.fromkeys(far.centers)), _MAX_NAMED)
         spread = 2 * max(far.spreads)
-        return f"{name!r} within {spread:.2g} of {centers}" if spread else f"{name!r} of {centers}"
+        return f"within {spread:.2g} of {centers}" if spread else f"of {centers}"
     if run.is_larger:
-        return f"{name!r} above {show_number(far.low)}, such as {show_number(far.high)},"
+        return f"above {show_number(far.low)}, such as {show_number(far.high)}"
     numbers = np.concatenate([array.ravel().astype(np.float64) for array in _arrays(run, name)])
-    whole = f"{name!r} {_from_to((float(numbers.min()), float(numbers.max())))}"
+    whole = _from_to((float(numbers.min()), float(numbers.max())))
     if known is None:
         return whole
     below, above = numbers[numbers < known.low], numbers[numbers > known.high]
@@ -124,7 +128,7 @@ def _describe_far(run: ReferenceRun, name: str, far: Far, known: InputValues | N
     parts = [f"below {low}, such as {show_number(float(below.min()))}"] if below.size else []
     if above.size:
         parts.append(f"above {high}, such as {show_number(float(above.max()))}")
-    return f"{name!r} {', or '.join(parts)}," if parts else whole
+    return ", or ".join(parts) or whole
 
 
 def _arrays(run: ReferenceRun, name: str) -> list[Array]:

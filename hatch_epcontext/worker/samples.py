@@ -33,9 +33,6 @@ _MANY_FRAMES = 16
 _MAX_BYTES = 2**25
 """Bytes of one sample above which there is only the first: all are in memory at once."""
 
-_BESIDE = 200
-"""A constant over the least level of floats beside it: float16 keeps 30 dB of these."""
-
 MAX_FAR = 8
 """The most samples with values far from the ordinary."""
 
@@ -167,20 +164,19 @@ def _varied(
 
 
 def _faintest(ranges: Sequence[Range]) -> float:
-    """The least level of floats with these ``ranges``: of sound any; of others one that is not lost beside a
-    constant, as that of angles to which 180 is added.
+    """The least level of floats with these ``ranges``: of sound any; of others one that is not lost, as that
+    of angles to which 180 is added.
     """
     if any(range_.sound for range_ in ranges):
         return 0.0
-    beside = max((range_.beside for range_ in ranges), default=0.0)
-    return min(max(FAINT, beside / _BESIDE), 1.0)
+    return min(max([FAINT, *(range_.least for range_ in ranges)]), 1.0)
 
 
 def _far(
     inputs: Sequence[TensorFacts], ranges: Mapping[str, Range], states: Mapping[str, str]
 ) -> Iterator[Sample]:
-    """Yield samples with values far from the ordinary, of which several inputs share those of integers, and
-    the sizes of floats.
+    """Yield samples with values far from the ordinary, of which several inputs share those of integers, the
+    sizes of floats, and equal ones.
     """
     values_of = {
         tensor.name: ranges[tensor.name].far
@@ -191,10 +187,18 @@ def _far(
     others = {name: values for name, values in values_of.items() if name not in whole}
     sizes = {name: [far for far in others[name] if not far.centers] for name in others}
     groups = [*_together(whole), *_together(sizes)]
-    floats = [(name, far) for name, values in others.items() for far in values if far.centers]
+    equal: dict[Far, dict[str, Far]] = {}
+    for name, far in ((name, far) for name, values in others.items() for far in values):
+        if far.centers:
+            # Those with the same offset, of which only differences count, are in one sample.
+            equal.setdefault(far, {})[name] = far
+    around = [*equal.values()]
     # Models with many inputs, such as a table's columns, have several in one sample.
     room = max(1, MAX_FAR - len(groups))
-    separate = [dict(floats[number::room]) for number in range(min(room, len(floats)))]
+    separate = [
+        dict(itertools.chain(*map(dict.items, around[number::room])))
+        for number in range(min(room, len(around)))
+    ]
     for number, group in enumerate((*groups, *separate)):
         rng = generator(MANY + number)
         (feeds,) = _frames(RANDOM, inputs, ranges, rng, states, 1)

@@ -78,10 +78,10 @@ def test_only_sound_is_nearly_silent() -> None:
     assert [name for name in names if "decay" in name] == ["decay at 0.1", "decay at 1"]
 
 
-def test_nothing_is_lost_beside_a_constant() -> None:
-    names = [each.name for each in fed([X], {"x": replace(OPEN, beside=20.0)})]
+def test_nothing_is_lost_in_the_arithmetic() -> None:
+    names = [each.name for each in fed([X], {"x": replace(OPEN, least=0.1)})]
     assert {name.rpartition(" ")[2] for name in names if " at " in name} == {"0.1", "1", "8"}
-    names = [each.name for each in fed([X], {"x": replace(OPEN, beside=1e6)})]
+    names = [each.name for each in fed([X], {"x": replace(OPEN, least=5e3)})]
     assert {name.rpartition(" ")[2] for name in names if " at " in name} == {"1", "8"}
 
 
@@ -103,11 +103,17 @@ def test_integers_far_from_the_ordinary_share_samples_and_floats_have_their_own(
 
 
 def test_many_columns_share_the_samples_far_from_the_ordinary() -> None:
-    far = replace(OPEN, far=(Far(centers=(1013.0,), spreads=(1.0,)),))
     columns = [TensorFacts(f"c{number}", "float32", (1,)) for number in range(20)]
-    found = [each for each in fed(columns, {each.name: far for each in columns}) if each.far]
+    ranges = {
+        column.name: replace(OPEN, far=(Far(centers=(1000.0 + number,), spreads=(1.0,)),))
+        for number, column in enumerate(columns)
+    }
+    found = [each for each in fed(columns, ranges) if each.far]
     assert len(found) == 8
     assert {name for each in found for name in each.far} == {each.name for each in columns}
+    # Those with the same offset are in one.
+    (one,) = (each for each in fed(columns, dict.fromkeys(ranges, ranges["c0"])) if each.far)
+    assert one.far.keys() == ranges.keys()
 
 
 def test_what_the_graph_bounds_is_usual_and_within_its_range() -> None:
@@ -223,9 +229,13 @@ def test_errors_of_the_first_sample_and_of_given_ones_are_raised(
 
 
 def test_larger_floats_of_all_inputs_are_in_one_sample() -> None:
-    larger = replace(OPEN, far=(Far(16, 32), Far(64, 128), Far(centers=(5.0,), spreads=(1.0,))))
-    columns = [replace(X, name=name) for name in ("a", "b")]
-    far = [each for each in fed(columns, {"a": larger, "b": larger}) if each.far]
+    larger = replace(OPEN, far=(Far(16, 32), Far(64, 128)))
+    ranges = {
+        name: replace(larger, far=(*larger.far, Far(centers=(center,), spreads=(1.0,))))
+        for name, center in (("a", 5.0), ("b", 6.0))
+    }
+    columns = [replace(X, name=name) for name in ranges]
+    far = [each for each in fed(columns, ranges) if each.far]
     assert [[*each.far] for each in far] == [["a", "b"], ["a", "b"], ["a"], ["b"]]
     assert [each.is_larger for each in far] == [True, True, False, False]
     assert all(array.min() >= 16 and array.max() <= 32 for array in far[0].feeds.values())

@@ -10,12 +10,19 @@ from typing import Literal
 import numpy as np
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.linear import INVALID, ends
 
 _MAX_CLIP = 1e4
 """The largest limit that describes the values: exporters also write the limits of a dtype."""
+
+_MAX_KEPT = 0.01
+"""The largest number that only keeps a divisor from 0."""
+
+_KEEPING_SIGNS = operators.MOVES | operators.EXTREMES | operators.MEANS
+_KEEPING_SIGNS |= {"Abs", "Cast", "Clip", "ReduceSum", "Sqrt"}
+"""Operators whose result is near 0 only if their first operand is."""
 
 _MAX_CHANGED = 8
 """The largest size that an input may set freely, such as a number of repetitions."""
@@ -28,16 +35,17 @@ class Bound:
     ``kind``: an ``"index"`` must stay within the bounds; so must a ``"length"``, whose ``high`` is infinite
     if the graph does not show what it measures; values beyond a ``"clip"`` have no effect; a ``"mask"`` is
     true or false; a ``"choice"`` is one of the values with which a number is compared, a ``"member"``
-    one of several in order; an ``"image"`` is convolved; a ``"divisor"`` is not near 0.
+    one of several in order; an ``"image"`` is convolved; a ``"divisor"`` is not near 0; values beyond a
+    ``"turn"`` repeat those within.
     ``usual``: the value in normal use. ``whole``: it is rounded first.
     """
 
     operand: int
     low: float
     high: float
-    kind: Literal["index", "length", "clip", "mask", "choice", "member", "image", "divisor"] = (
-        "index"
-    )
+    kind: Literal[
+        "index", "length", "clip", "mask", "choice", "member", "image", "divisor", "turn"
+    ] = "index"
     usual: float | None = None
     whole: bool = False
 
@@ -72,16 +80,30 @@ def _lengths(operand: int, size: int | None) -> Iterator[Bound]:
 
 
 def divisors(node: onnx.NodeProto, scope: Scope) -> Iterator[tuple[str, Bound]]:
-    """Yield what a Div or a Reciprocal divides by, if nothing else reads it: also what it is a power of."""
-    if node.op_type not in ("Div", "Reciprocal"):
-        return
-    name = node.input[-1]
-    while len(scope.readers.get(name, ())) == 1:
+    """Yield what a Div or a Reciprocal divides by, if nothing else reads it: also of what it is a mean, a
+    product or a sum.
+    """
+    waiting = [node.input[-1]] if node.op_type in ("Div", "Reciprocal") else []
+    while waiting:
+        name = waiting.pop()
+        if len(scope.readers.get(name, ())) != 1:
+            continue
         yield name, Bound(0, 0.5, 1.5, "divisor")
         maker = scope.maker(name)
-        if maker is None or maker.op_type not in ("Abs", "Mul", "Sqrt") or len({*maker.input}) > 1:
-            return
-        (name,) = {*maker.input}
+        if maker is None:
+            continue
+        if maker.op_type in _KEEPING_SIGNS:
+            waiting.append(maker.input[0])
+        elif maker.op_type in ("Add", "Max", "Mul"):
+            # A small number only keeps a sum from 0.
+            limits = () if maker.op_type == "Mul" else map(abs, _constants(maker, scope))
+            if max(limits, default=0.0) <= _MAX_KEPT:
+                waiting += dict.fromkeys(maker.input)
+
+
+def _constants(node: onnx.NodeProto, scope: Scope) -> Iterator[float]:
+    """The ends of the operands of ``node`` that are constants."""
+    return (end for name in node.input for end in ends(name, scope))
 
 
 _Axis = int | tuple[str, int]
@@ -235,6 +257,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual"), _compare),
     **dict.fromkeys(("LSTM", "GRU", "RNN", "com.microsoft.DynamicQuantizeLSTM"), _length(4, 0)),
     **dict.fromkeys(("Expand", "Tile"), _fixed(Bound(1, 1, _MAX_CHANGED, usual=1))),
+    **dict.fromkeys(("Sin", "Cos"), _fixed(Bound(0, -math.pi, 2 * math.pi, "turn"))),
     "ConstantOfShape": _fixed(Bound(0, 1, _MAX_CHANGED, usual=1)),
     "Loop": _fixed(Bound(0, 1, _MAX_CHANGED, usual=_MAX_CHANGED)),
     # The limits of a detector's results.

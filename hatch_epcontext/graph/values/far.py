@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,11 +61,20 @@ _MAX_VALUES = 4
 _OFFSET = 1000.0
 """The offset of values of which only differences count, such as prices, over their deviation."""
 
+_OF_INTEGERS = 48000.0, 16.0
+"""The offset of integers, such as clocks, and their deviation: as floats, those up to 2048 are exact."""
+
 _SIZES = tuple(2.0**exponent for exponent in range(5, 16, 2))
 """The sizes of floats whose powers matter: from 32 to that of int16."""
 
 _BRIGHTEST, _WIDEST = 255.0, 4095.0
 """The largest value of a pixel; and that of coordinates and sensors, which have up to 12 bits."""
+
+_BESIDE = 200
+"""A constant over the least level of floats beside it: float16 keeps 30 dB of these."""
+
+_BITS = 2.0**-10
+"""So large are powers of the least level: from a sixteenth of it on float16 has all bits."""
 
 _COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
@@ -81,8 +91,10 @@ class Uses:
     ``centers``: constants that it subtracts, or compares with. ``indexed``: the size of an axis in which they
     are indices. ``is_signal``: whether a filter reads them. ``scale`` and ``gain``: the smallest and the
     largest factor by which it multiplies them. ``floats`` and ``reach``: as in `Range`. ``skipping``: the
-    value for which a Loop has no iteration. ``is_series``: whether it subtracts neighbours from each other.
-    ``size``: up to which their powers matter, see `powers`. ``beside``: as in `Range`.
+    value for which a Loop has no iteration. ``is_shifted``: whether it subtracts them, as floats, from
+    neighbours, their mean or another input.
+    ``size`` and ``degree``: up to which their powers matter, and the largest degree of these, see `powers`.
+    ``beside``: the largest constant that it adds to them.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -93,9 +105,16 @@ class Uses:
     floats: InFloats | None = None
     reach: float = 0.0
     skipping: float | None = None
-    is_series: bool = False
+    is_shifted: bool = False
     size: float = 0.0
+    degree: float = 0.0
     beside: float = 0.0
+
+    @property
+    def least(self) -> float:
+        """As in `Range`."""
+        of_powers = _BITS ** (1 / self.degree) if self.degree else 0.0
+        return max(self.beside / _BESIDE, of_powers)
 
     @property
     def thresholds(self) -> tuple[float, ...]:
@@ -231,10 +250,16 @@ class UsesOfInputs:
                 self._add_center(node.input[operand], center)
 
     def _add_difference(self, node: onnx.NodeProto) -> None:
-        """That of an input's own neighbours in a series, or of values and their mean: any offset is lost."""
+        """That of an input's own neighbours in a series, of values and their mean, or of two inputs: any
+        offset is lost.
+        """
         scope, one, other = self._terms.scope, *node.input[:2]
-        if node.op_type != "Sub" or not (self._terms.of(one) and self._terms.of(other)):
+        dtype = scope.dtype(node.output[0])
+        if node.op_type != "Sub" or dtype is None or not is_float(dtype):
             return
+        for left, right in itertools.product(self._numbers(one), self._numbers(other)):
+            if left.input != right.input and left.scale == right.scale:
+                self.of[left.input].is_shifted = self.of[right.input].is_shifted = True
         mean = scope.maker(other)
         is_mean = mean is not None and mean.op_type == "ReduceMean" and mean.input[0] == one
         if is_mean and mean is not None:
@@ -246,7 +271,7 @@ class UsesOfInputs:
         if whole is None or None in parts or not (is_mean or root == self._moved(other)):
             return
         if is_mean or all(2 * math.prod(part or ()) > math.prod(whole) for part in parts):
-            self.of[root].is_series = True
+            self.of[root].is_shifted = True
 
     def _moved(self, name: str) -> str:
         """The value of which ``name`` has values."""
@@ -312,19 +337,19 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         return replace(ordinary, far=(Far(centers=(uses.skipping,), spreads=(0.0,)),))
     if dtype.kind in "bc" or ordinary.usual is not None:
         return ordinary
-    ordinary = replace(ordinary, thresholds=uses.thresholds, beside=uses.beside)
+    ordinary = replace(ordinary, thresholds=uses.thresholds, least=uses.least)
     if not is_float(dtype):
         reach = max(uses.reach, _expected(uses.scale) if uses.scale < 1 else 0.0)
         reach = 0.0 if ordinary.is_firm else reach
         integers = replace(ordinary, floats=uses.floats, reach=reach)
         return replace(integers, far=tuple(_far_integers(facts, integers, uses)))
     if not ordinary.is_open:
-        return ordinary
+        return replace(ordinary, far=tuple(_larger(facts, uses)))
     sound = uses.is_signal and looks_like_sound(facts)
     far = [*_larger(facts, uses)]
     far += [*_around(facts, ordinary, uses)]
-    if uses.is_series and not looks_like_sound(facts):
-        far.append(Far(centers=(_OFFSET,), spreads=(1.0,)))
+    if uses.is_shifted and not (looks_like_sound(facts) or looks_like_image(facts)):
+        far.append(Far(centers=(_OFFSET / uses.scale,), spreads=(1 / uses.scale,)))
     if sound:
         far.append(Far(centers=(0.0,), spreads=(_OF_SOUND,)))
     elif not far and uses.scale < 1 / _SCALED:
@@ -367,6 +392,9 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
     if lowest < 0 and not offset:
         yield Far(-min(_SMALL, largest), min(_SMALL, largest))
     yield from _around(facts, ordinary, uses)
+    offset_of_all, deviation = _OF_INTEGERS
+    if uses.is_shifted and highest > offset_of_all:
+        yield Far(centers=(offset_of_all,), spreads=(deviation,))
     if largest > _SMALL and not offset:
         yield Far(-largest if lowest < 0 else 0.0, largest)
 

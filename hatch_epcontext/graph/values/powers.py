@@ -3,7 +3,8 @@
 Each value is followed as a sum of terms: a factor, and a degree in the inputs. Where all terms of a sum have
 the same degree, as in the mean of squares less the square of the mean, no size of the inputs is more usual
 than another. Where they have not, as in ``a x² + b x + c``, the terms are as large as each other at a size
-that the factors show. So does the factor of a single power.
+that the factors show. So does the factor of a single power. A root, a logarithm or a quotient of powers is
+small, whatever the size of the inputs.
 """
 
 from __future__ import annotations
@@ -76,13 +77,14 @@ class _Sum:
 class Powers:
     """The ``sizes`` up to which powers of inputs matter, infinite if no size is more usual than another, and
     the ``amounts``: inputs of which a logarithm or a root is taken, or by which something is divided, so that
-    none is negative. ``levels``: of
-    which the mean of squares is taken, as of sound.
+    none is negative. ``levels``: of which the mean of squares is taken, as of sound. ``degrees``: the largest
+    of inputs of whose powers a root, a logarithm or a quotient is taken.
     """
 
     sizes: Mapping[str, float]
     amounts: Set[str]
     levels: Set[str]
+    degrees: Mapping[str, float]
 
 
 def powers_of(main: onnx.GraphProto, names: Iterable[str], scope: Scope) -> Powers:
@@ -93,7 +95,7 @@ def powers_of(main: onnx.GraphProto, names: Iterable[str], scope: Scope) -> Powe
             powers.add(node)
         except INVALID:
             continue
-    return Powers(powers.sizes, powers.amounts, powers.levels)
+    return Powers(powers.sizes, powers.amounts, powers.levels, powers.degrees)
 
 
 class _Powers:
@@ -102,6 +104,7 @@ class _Powers:
         self._scope = scope
         self.amounts: set[str] = set()
         self.levels: set[str] = set()
+        self.degrees: dict[str, float] = {}
         self._sums = {name: _Sum((_Term(frozenset({name}), 1.0),), rising=True) for name in names}
 
     def add(self, node: onnx.NodeProto) -> None:
@@ -170,12 +173,26 @@ class _Powers:
         if not other.inputs:
             inverse = (replace(term, factor=1 / term.factor) for term in other.terms)
             return self._scaled(one.times(replace(other, terms=tuple(inverse))))
-        self.logarithm(node, [other])
+        self._rise(other)
         is_share = one.degrees == other.degrees and len(one.degrees) == 1
         if is_share and (one.power or other.power) and not (one.weighted or other.weighted):
             # What is divided by its own norm may have any.
             self._reach(one.inputs & other.inputs, math.inf)
+            self._undo(one)
+            self._undo(other)
         return None
+
+    def _undo(self, value: _Sum) -> None:
+        """Note the inputs of a power ``value`` of which something small is made."""
+        degree = max(value.degrees, default=0.0)
+        if degree >= 2 and value.power and not value.weighted and len(value.degrees) == 1:
+            for name in value.inputs:
+                self.degrees[name] = max(degree, self.degrees.get(name, 0.0))
+
+    def _rise(self, value: _Sum) -> None:
+        """Note inputs that are not negative, because ``value`` is not: a product, but for squares."""
+        if value.rising and all(len(term.inputs) == term.degree for term in value.terms):
+            self.amounts |= value.inputs
 
     def multiply(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         one, other = operands[:2]
@@ -203,9 +220,8 @@ class _Powers:
         return replace(result, positive=base.positive or number % 2 == 0)
 
     def logarithm(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> None:
-        """Note inputs that are not negative, because something is not."""
-        if operands[0].rising and not operands[0].power:
-            self.amounts |= operands[0].inputs
+        self._rise(operands[0])
+        self._undo(operands[0])
 
     def root(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         base = operands[0]
@@ -225,6 +241,28 @@ class _Powers:
 
     def keep(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         return operands[0]
+
+    def join(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        """Values of several operands; constants are limits."""
+        kept = [operand for operand in operands if operand.inputs]
+        return _Sum(
+            tuple(dict.fromkeys(term for operand in kept for term in operand.terms)),
+            all(operand.positive for operand in kept),
+            any(operand.power for operand in kept),
+            any(operand.weighted for operand in kept),
+            all(operand.rising for operand in kept),
+        )
+
+    def product(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        """That of the values along axes, as of the sides of boxes."""
+        sizes, axes = self._scope.sizes(node.input[0]), self._scope.axes(node)
+        size = math.prod(sizes[axis] or 0 for axis in axes) if sizes and axes else 0
+        if not 0 < size <= _MAX_DEGREE:
+            return None
+        result = operands[0]
+        for _ in range(size - 1):
+            result = result.times(operands[0])
+        return result
 
     def reduce(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         if operands[0].power:
@@ -248,7 +286,7 @@ class _Powers:
 
 _Rule = Callable[[_Powers, onnx.NodeProto, Sequence[_Sum]], "_Sum | None"]
 
-_KEEPING = frozenset({"Cast", "Clip", "CumSum", "Max", "Min"})
+_KEEPING = frozenset({"Cast", "Clip", "CumSum"})
 
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(
@@ -257,6 +295,7 @@ _RULES: Mapping[str, _Rule] = {
     ),
     **dict.fromkeys(operators.MEANS | {"ReduceSum"}, _Powers.reduce),
     **dict.fromkeys(("Add", "Sub"), _Powers.sum),
+    **dict.fromkeys(("Concat", "Max", "Min"), _Powers.join),
     **dict.fromkeys(("MatMul", "Gemm", "Conv"), _Powers.combine),
     **dict.fromkeys(("Abs", "Relu"), _Powers.size_of),
     "Div": _Powers.divide,
@@ -265,6 +304,7 @@ _RULES: Mapping[str, _Rule] = {
     "Neg": _Powers.negate,
     "Pow": _Powers.power,
     "ReduceL2": _Powers.norm,
+    "ReduceProd": _Powers.product,
     "ReduceSumSquare": _Powers.square,
     "Sqrt": _Powers.root,
 }

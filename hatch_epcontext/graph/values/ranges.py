@@ -35,6 +35,9 @@ _MAX_OF_BYTES = 255.0
 _SCALED = 0.03
 """The factor below which a graph scales bytes to about 1: usual factors are 1/255 to 1/57."""
 
+_TURN, _MAX_TURN = 3 * math.pi, 1000.0
+"""A turn and a half in radians, and the largest, of degrees and hours: times since a start have many."""
+
 _CENTERED = -60.0
 """The offset below which a graph subtracts the mean of bytes."""
 
@@ -48,11 +51,19 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
     tensors = [facts for facts in inputs if _is_number(facts)]
     of_inputs, uses = _bounds(main, tensors)
     ranges = {facts.name: _range(facts, of_inputs[facts.name], tensors) for facts in tensors}
-    floats = [facts for facts in tensors if ranges[facts.name].is_open]
+    floats = [
+        facts
+        for facts in tensors
+        if not (range_ := ranges[facts.name]).known
+        and (range_.is_open or any(bound.kind == "divisor" for bound in of_inputs[facts.name]))
+    ]
     powers = powers_of(main, [facts.name for facts in floats], uses.scope)
     for facts in floats:
         is_sound = facts.name in powers.levels and looks_like_sound(facts)
-        uses.of[facts.name].size = powers.sizes.get(facts.name, FULL_SCALE if is_sound else 0.0)
+        degree = powers.degrees.get(facts.name, 0.0)
+        of_root = FULL_SCALE if is_sound else math.inf if degree else 0.0
+        uses.of[facts.name].size = powers.sizes.get(facts.name, of_root)
+        uses.of[facts.name].degree = degree
         signed = facts.name not in powers.amounts
         ranges[facts.name] = replace(ranges[facts.name], signed=signed)
     return {
@@ -136,6 +147,7 @@ def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[Tenso
         "clip",
         "member",
         "image",
+        "turn",
     } and usual is None
     return Range(float(low), float(high), True, usual, whole=True, loose=loose)
 
@@ -166,6 +178,8 @@ def _known_range(
     firm = [*kinds["index"], *kinds["member"], *kinds["length"]]
     if firm or kinds["clip"]:
         return _intersection(firm, kinds["clip"])
+    if turns := [bound for bound in kinds["turn"] if _TURN < bound.high - bound.low < _MAX_TURN]:
+        return Range(min(bound.low for bound in turns), max(bound.high for bound in turns), True)
     if is_integer and kinds["choice"] and _is_single(facts):
         # The first of the values with which a single number is compared.
         value = kinds["choice"][0].low

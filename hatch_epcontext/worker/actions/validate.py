@@ -27,7 +27,7 @@ from hatch_epcontext.worker.advice import Explained, Subject, explain, problems_
 from hatch_epcontext.worker.comparison.compare import Comparison, Difference, compare_runs
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect, nearest
-from hatch_epcontext.worker.comparison.emulation import FormattedModel, emulate
+from hatch_epcontext.worker.comparison.emulation import FormattedModel, conditioned, emulate
 from hatch_epcontext.worker.comparison.levels import Level, Levels, choose, is_whole
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
 from hatch_epcontext.worker.comparison.runs import (
@@ -295,7 +295,10 @@ def _emulate(
     announce(f"emulating {format_.name} on the CPU")
     try:
         if model := FormattedModel.load(Path(request.prepared), format_, skipped):
-            return Divergence(model, expected), emulate(model, expected, tolerance)
+            levels = emulate(model, expected, tolerance)
+            if request.model.validate.inputs in SYNTHETIC:
+                levels = conditioned(levels, model, expected, tolerance)
+            return Divergence(model, expected), levels
     except ModelError:
         raise
     except Exception:

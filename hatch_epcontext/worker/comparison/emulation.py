@@ -5,23 +5,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnxruntime as ort
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import read_data
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.rounding import emulate as round_values
-from hatch_epcontext.graph.rounding import hidden_faults, widen
+from hatch_epcontext.graph.rounding import hidden_faults, rounded, widen
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.selections import with_reads
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.levels import Level, Levels
-from hatch_epcontext.worker.comparison.runs import Reference
+from hatch_epcontext.worker.comparison.measures import SENSITIVE
+from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.session import open_unoptimized
 
@@ -83,13 +86,43 @@ class FormattedModel:
 
 def emulate(model: FormattedModel, reference: Reference, limits: Tolerance) -> Levels:
     """Compute ``model`` in its format on all samples of the ``reference``."""
-    facts = reference.facts
-    emulated = with_reads(model.rounding(model.prepared), facts.selections.rest)
-    session = open_unoptimized(emulated.SerializeToString())
-    return Levels(
-        Level.of(run, itertools.chain(*reference.compare_run(session, run, limits)), facts, limits)
-        for run in reference.runs
-    )
+    rounding = _session(model.rounding(model.prepared), reference)
+    return Levels(_level(rounding, run, reference, limits) for run in reference.runs)
+
+
+def conditioned(
+    levels: Levels, model: FormattedModel, reference: Reference, limits: Tolerance
+) -> Levels:
+    """``levels`` without ordinary samples after the first at which the source itself is as wrong if only its
+    inputs are rounded to the format of ``model``: these are near a pole or a threshold, and say nothing of
+    others. All, if most are.
+    """
+    poor = [level for level in levels[1:] if not level.run.far and level.spare < SENSITIVE]
+    exact = _session(model.prepared, reference) if poor else None
+    dropped = []
+    for level in poor if exact is not None else ():
+        frames = tuple(
+            {n: rounded(a, model.format) if a.dtype == np.float32 else a for n, a in frame.items()}
+            for frame in level.run.frames
+        )
+        alike = replace(level.run, frames=frames)
+        if _level(exact, alike, reference, limits).spare < SENSITIVE:
+            dropped.append(level)
+    if 2 * len(dropped) > len(levels):
+        return levels
+    return Levels(level for level in levels if all(level is not other for other in dropped))
+
+
+def _session(model: onnx.ModelProto, reference: Reference) -> ort.InferenceSession:
+    with_inner = with_reads(model, reference.facts.selections.rest)
+    return open_unoptimized(with_inner.SerializeToString())
+
+
+def _level(
+    session: ort.InferenceSession, run: ReferenceRun, reference: Reference, limits: Tolerance
+) -> Level:
+    agreements = itertools.chain(*reference.compare_run(session, run, limits))
+    return Level.of(run, agreements, reference.facts, limits)
 
 
 def named(node: onnx.NodeProto) -> str:

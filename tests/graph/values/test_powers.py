@@ -116,6 +116,37 @@ def test_other_powers_have_no_size(nodes: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("nodes", "degree"),
+    [
+        ("p = Mul (x, z) y = Sqrt (p)", 2),
+        ("p = Mul (x, z) q = Mul (p, p) y = Log (q)", 4),
+        ("a = Mul (x, x) b = Mul (z, z) s = Add (a, b) y = Sqrt (s)", 2),
+        # Parts of an area.
+        (
+            "p = ReduceProd <axes = [1]> (z) m = Max (x, z) q = ReduceProd <axes = [1]> (m) y = Div (p, q)",
+            2,
+        ),
+        ("c = Concat <axis = 0> (x, z) p = Mul (c, c) y = Log (p)", 2),
+        ("p = Mul (x, z) y = Exp (p)", None),
+        ("s = Add (x, z) y = Sqrt (s)", None),
+        ("h = MatMul (x, weights) p = Mul (h, z) y = Sqrt (p)", None),
+    ],
+)
+def test_a_root_a_logarithm_or_a_quotient_of_powers_is_of_all_sizes(
+    nodes: str, degree: float | None
+) -> None:
+    text = f"(float[2, 2] x, float[2, 2] z) => (y) {{ {nodes} }}"
+    stored = {"weights": (2, 2)} if "weights" in nodes else {}
+    degrees = powers(nodes, "float[2, 2] x, float[2, 2] z", weights=(2, 2)).degrees
+    assert degrees == ({} if degree is None else {"x": degree, "z": degree})
+    for range_ in all_of(text, **stored).values():
+        larger = [far.high for far in range_.far if not far.centers]
+        assert larger == ([] if degree is None else [32, 128, 512, 2048])
+        least = 0 if degree is None else 2 ** (-10 / degree)
+        assert range_.least == pytest.approx(least)
+
+
+@pytest.mark.parametrize(
     ("shape", "largest"),
     # Of coordinates or a sensor, a picture, and features.
     [("4, 8", 2048), ("1, 1, 16, 16", 128), ("1, 400", 2048)],
@@ -141,6 +172,12 @@ def test_what_has_a_logarithm_is_not_negative(nodes: str) -> None:
     assert powers(nodes, bank=bank).amounts == {"x"}
 
 
+def test_a_product_of_two_inputs_has_no_negative_ones() -> None:
+    inputs = "float[4] x, float[4] z"
+    assert powers("p = Mul (x, z) y = Log (p)", inputs).amounts == {"x", "z"}
+    assert powers("q = Mul (x, x) p = Mul (q, z) y = Log (p)", inputs).amounts == set()
+
+
 @pytest.mark.parametrize(
     "nodes",
     [
@@ -161,4 +198,5 @@ def test_the_level_of_sound_is_also_that_of_int16() -> None:
     assert powers(level).levels == {"x"}
     ends = [far.high for far in all_of(f"(float[1, 400] x) => (y) {{ {level} }}")["x"].far]
     assert max(ends) == 32768
-    assert all_of(f"(float[4, 8] x) => (y) {{ {level} }}")["x"].far == ()
+    ends = [far.high for far in all_of(f"(float[4, 8] x) => (y) {{ {level} }}")["x"].far]
+    assert max(ends) == 2048

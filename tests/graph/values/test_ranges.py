@@ -39,6 +39,7 @@ def ranges_of(model: onnx.ModelProto) -> dict[str, Range]:
             reach=0.0,
             thresholds=(),
             signed=True,
+            least=0.0,
         )
         for name, each in found.items()
     }
@@ -231,6 +232,23 @@ def test_what_is_only_divided_by_is_not_near_zero() -> None:
     )
     assert found["height"] == Range(0.5, 1.5, known=False)
     assert (found["mass"].low, found["x"].low) == (-8, -8)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_divisor"),
+    [
+        ("m = ReduceMean (x) d = Add (m, small) y = Div (one, d)", True),
+        ("d = Mul (x, x) y = Reciprocal (d)", True),
+        ("d = Max (x, small) y = Div (one, d)", True),
+        # It is not near -1 only because it is not negative.
+        ("d = Add (x, one) y = Div (one, d)", False),
+        ("d = Sub (one, x) y = Div (one, d)", False),
+        ("e = Exp (x) d = Mul (e, x) y = Div (one, d)", False),
+    ],
+)
+def test_what_keeps_a_divisor_from_zero_is_no_part_of_it(nodes: str, is_divisor: bool) -> None:
+    text = f"(float[4] x) => (y) <float small = {{0.001}}, float one = {{1}}> {{ {nodes} }}"
+    assert (ranges(text)["x"] == Range(0.5, 1.5, known=False)) == is_divisor
 
 
 def test_an_invalid_graph_bounds_nothing() -> None:
@@ -444,6 +462,64 @@ def test_constants_show_how_large_values_are(nodes: str, reach: float) -> None:
 def test_constants_are_beside_what_they_are_added_to() -> None:
     head = "(float[4] x, float[4] z) => (float[4] y) <float k = {180}, float two = {2}>"
     found = all_of(f"{head} {{ d = Sub (x, z) e = Mul (z, two) f = Add (d, e) y = Add (f, k) }}")
-    assert {name: range_.beside for name, range_ in found.items()} == {"x": 45.0, "z": 45.0}
+    assert {name: range_.least for name, range_ in found.items()} == {"x": 0.225, "z": 0.225}
     found = all_of(f"{head} {{ g = Less (x, k) y = Mul (z, two) }}")
-    assert {range_.beside for range_ in found.values()} == {0.0}
+    assert {range_.least for range_ in found.values()} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("types", "nodes", "expected"),
+    [
+        ("float", "y = Sub (x, z)", {"x": (1000, 1), "z": (1000, 1)}),
+        # The difference is of tens.
+        ("float", "d = Sub (x, z) y = Div (d, k)", {"x": (5000, 5), "z": (5000, 5)}),
+        ("float", "a = Mul (x, k) y = Sub (a, z)", {}),
+        ("float", "y = Add (x, z)", {}),
+        ("float", "e = Exp (x) y = Sub (e, z)", {}),
+        (
+            "int32",
+            "a = Cast <to = 1> (x) b = Cast <to = 1> (z) y = Sub (a, b)",
+            {"x": (48000, 16), "z": (48000, 16)},
+        ),
+        # Integers are exact.
+        ("int32", "d = Sub (x, z) y = Cast <to = 1> (d)", {}),
+        ("uint8", "a = Cast <to = 1> (x) b = Cast <to = 1> (z) y = Sub (a, b)", {}),
+    ],
+)
+def test_two_inputs_whose_difference_counts_have_a_common_offset(
+    types: str, nodes: str, expected: dict[str, tuple[float, float]]
+) -> None:
+    text = f"({types}[4] x, {types}[4] z) => (y) <float k = {{10}}> {{ {nodes} }}"
+    offsets = {
+        name: (*far.centers, *far.spreads)
+        for name, range_ in all_of(text).items()
+        for far in range_.far
+        if far.centers
+    }
+    assert offsets == expected
+
+
+def test_pictures_and_sound_have_no_offset() -> None:
+    for shape in ("1, 3, 16, 16", "1, 400"):
+        text = f"(float[{shape}] x, float[{shape}] z) => (y) {{ y = Sub (x, z) }}"
+        assert not any(range_.far for range_ in all_of(text).values())
+
+
+@pytest.mark.parametrize(
+    ("types", "factor", "expected"),
+    [
+        ("float", np.pi / 180, (-180, 360)),
+        ("int64", 2 * np.pi / 24, (-12, 24)),
+        # Radians, and times since a start.
+        ("float", 1, None),
+        ("float", 2 * np.pi / 86400, None),
+    ],
+)
+def test_angles_are_within_a_turn(
+    types: str, factor: float, expected: tuple[float, float] | None
+) -> None:
+    text = f"({types}[4] x) => (y) {{ c = Cast <to = 1> (x) a = Mul (c, factor) y = Sin (a) }}"
+    range_ = all_of(text, factor=np.float32(factor))["x"]
+    assert range_.known == (expected is not None)
+    if expected is not None:
+        assert (range_.low, range_.high) == pytest.approx(expected, rel=0.15)
