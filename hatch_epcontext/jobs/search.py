@@ -9,7 +9,7 @@ errors are views of it. What follows from it is in `stages`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field, replace
 from typing import Literal
 
@@ -23,10 +23,10 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,
     GAIN,
-    AgreementStatus,
     Coverage,
     Nearness,
     Validated,
+    Validation,
 )
 
 _PATIENCE, _SHORT = 4.0, 30.0
@@ -183,42 +183,44 @@ class Attempt:
         return self.recipe.with_change(kind, None if is_again else self.nodes_to_change)
 
 
-def _verdict_of(validated: Mapping[str, Validated]) -> Verdict | None:
+def _verdict_of(validated: Collection[Validated]) -> Verdict | None:
     """What the validations of an attempt's models say of it; None if it has none yet."""
-    validations = [one.validation for one in validated.values()]
+    validations = [one.validation for one in validated]
     if not validations:
         return None
     margin = min(validation.margin for validation in validations)
     if any(validation.failures for validation in validations):
         return Verdict("differs", margin)
-    agreements = [a for validation in validations for a in validation.agreements]
-    if any(agreement.differs for agreement in agreements):
+    if any(validation.differs for validation in validations):
+        gaps = (a.gap for validation in validations for a in validation.agreements)
+        gap = max((gap for gap in gaps if gap is not None), default=math.inf)
         # Nothing is known about the cause.
-        gap = max((a.gap for a in agreements if a.gap is not None), default=math.inf)
         return Verdict("differs", margin, gap, in_format=True, in_layers=True)
-    emulations = [v.emulation for v in validations if v.emulation is not None]
-    # Simulators are slow with large models, for which only few inputs are emulated: rewrites for kernels
-    # are tried only if these differ.
-    small = (
-        v
-        for v in validations
-        if not (v.synthetic and v.emulation and 0 < v.emulation.samples <= FEW_SAMPLES)
-    )
-    gap = max((a.gap or 0.0 for v in small for a in v.agreements), default=0.0)
-    if any(one.beaten for one in validated.values()):
+    gap = max(map(_gap_of, validations))
+    if any(one.beaten for one in validated):
         return Verdict("beaten", margin, gap)
-    unusual = sum(one.unusual for one in validated.values())
-    status: Literal["agrees", "sensitive", "not-run"] = "agrees" if agreements else "not-run"
-    if unusual or any(a.status is AgreementStatus.SENSITIVE for a in agreements):
-        status = "sensitive"
+    is_compared = any(validation.agreements for validation in validations)
+    unusual = sum(one.unusual for one in validated)
+    is_sensitive = unusual or any(validation.sensitive for validation in validations)
+    emulations = [v.emulation for v in validations if v.emulation is not None]
     return Verdict(
-        status,
+        "sensitive" if is_sensitive else "agrees" if is_compared else "not-run",
         max(0.0, margin),
         gap,
         in_format=bool(unusual) or any(emulation.in_format for emulation in emulations),
         in_layers=any(emulation.inexact for emulation in emulations),
         unusual=unusual,
     )
+
+
+def _gap_of(validation: Validation) -> float:
+    """The decibels by which the run of a model is worse than its emulation; 0 if that was on few inputs."""
+    emulation = validation.emulation
+    if validation.synthetic and emulation and 0 < emulation.samples <= FEW_SAMPLES:
+        # Simulators are slow with large models, for which only few inputs are emulated: rewrites for kernels
+        # are tried only if these differ.
+        return 0.0
+    return max((agreement.gap or 0.0 for agreement in validation.agreements), default=0.0)
 
 
 def most_complete(attempts: Iterable[Attempt]) -> Attempt:
@@ -290,7 +292,7 @@ class Search:
 
     def verdict(self, attempt: Attempt) -> Verdict | None:
         """What validation says of ``attempt``; None before that."""
-        return _verdict_of(self.validations_of(attempt))
+        return _verdict_of(self.validations_of(attempt).values())
 
     @property
     def seconds(self) -> float:

@@ -374,20 +374,23 @@ def _next(search: Search, *, is_spent: bool) -> Try | Won | Lost:
 
 def _best(search: Search, attempts: Iterable[Attempt]) -> Attempt | None:
     """The nearest to the CPU of the ``attempts`` that cover most; None if all of these differ."""
-    best: Attempt | None = None
     enough = filter(search.is_enough, attempts)
+    best: Attempt | None = None
     for attempt in sorted(enough, key=lambda attempt: attempt.quality, reverse=True):
-        # Nodes that a correction adds are no better coverage.
-        if (
-            best is not None
-            and attempt.quality != best.quality
-            and (not best.recipe.last_corrections or attempt.uncovered > best.uncovered)
-        ):
+        if best and _covers_less(attempt, best):
             break
         verdict = _verdict(search, attempt)
         if not verdict.differs and (best is None or verdict.is_worth(_verdict(search, best))):
             best = attempt
     return best
+
+
+def _covers_less(attempt: Attempt, best: Attempt) -> bool:
+    """Whether ``attempt``, whose quality is not better, covers less than ``best``."""
+    if attempt.quality == best.quality:
+        return False
+    # Nodes that a correction adds are no better coverage.
+    return not best.recipe.last_corrections or attempt.uncovered > best.uncovered
 
 
 def _next_in_form(form: _Form) -> Try | Won | Lost:
