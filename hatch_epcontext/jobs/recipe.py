@@ -9,7 +9,7 @@ from typing import Literal
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord, is_sha256
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.number_format import CORRECTIONS, RewriteName
+from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, RewriteName
 from hatch_epcontext.graph.operators import StaticFormat
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.worker.results import Context, Preparation, Simplifier
@@ -77,6 +77,18 @@ class Recipe:
         corrections = (Change("correct", names=self.corrections),) if self.corrections else ()
         left = (Change("leave", self.left),) if self.left else ()
         return (*self.changes, *corrections, *left)
+
+    @property
+    def before_changes(self) -> Recipe:
+        """How this recipe prepares models: with the rewrites for all, and no other change."""
+        corrections = tuple(name for name in self.corrections if name in ALWAYS)
+        return dataclasses.replace(self, changes=(), fuse=True, corrections=corrections, left=())
+
+    @property
+    def to_last_change(self) -> Recipe:
+        """This recipe up to its last change, after which the rewrites for all models may come."""
+        is_complete = self.last_corrections or self.left or not self.changes
+        return self if is_complete else dataclasses.replace(self, corrections=())
 
     def job_of(self, job: Job) -> Job:
         """``job`` as this recipe compiles and validates it."""

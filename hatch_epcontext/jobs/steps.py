@@ -20,7 +20,6 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import AccidentError, BuildError, CrashError, LimitError, RefusedError
 from hatch_epcontext.files import link_or_copy, record_files
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.number_format import ALWAYS
 from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.plan import Job, with_options
 from hatch_epcontext.jobs.processes.process import Worker, Workers
@@ -231,53 +230,30 @@ class Steps:
                 self._prepared[done] = prepared
         return prepared
 
-    def _add(self, job: Job, index: int, recipe: Recipe, worker: Worker) -> tuple[Prepared, bool]:
-        """The model with this ``index`` after what ``recipe`` adds last to the plain one, and whether that
-        changes it.
-        """
-        last = recipe.last_corrections
-        if recipe.changes and not (last or recipe.left):
-            # The rewrites for all models come after it, and are compared with the source again.
-            recipe = replace(recipe, corrections=())
-        prepared = self.prepare(job, index, recipe, worker)
-        if last and not recipe.left:
-            # The rewrites for all models may change nothing in this one.
-            return prepared, not last.isdisjoint(prepared.preparation.rewrites)
-        if recipe.changes or recipe.left:
-            return prepared, prepared.changed
-        if not recipe.fuse:
-            fused = self.prepare(job, index, replace(recipe, fuse=True), worker)
-            return prepared, prepared.preparation.nodes != fused.preparation.nodes
-        return prepared, True
-
     def _prepare_all(
         self, job: Job, recipe: Recipe, worker: Worker
     ) -> tuple[Prepared, ...] | Attempt:
-        """The models of ``job``, prepared and changed; or the attempt that ends there."""
-        corrections = tuple(name for name in recipe.corrections if name in ALWAYS)
-        plain = replace(recipe, changes=(), fuse=True, corrections=corrections, left=())
+        """The models of ``job``, prepared and changed; or the attempt that stops there."""
         numbers = range(len(job.models))
+
+        def prepare(recipe: Recipe) -> tuple[Prepared, ...]:
+            return tuple(self.prepare(job, number, recipe, worker) for number in numbers)
+
         try:
-            prepared = [self.prepare(job, number, plain, worker) for number in numbers]
+            plain = prepare(recipe.before_changes)
         except BuildError as error:
             return Attempt(recipe, stop=_stop("prepare", error, recipe))
-        control_flow = dict.fromkeys(
-            name for model in prepared for name in model.preparation.control_flow
-        )
+        control_flow = dict.fromkeys(n for model in plain for n in model.preparation.control_flow)
         if control_flow and not recipe.takes_control_flow:
-            stop = Stop("prepare", control_flow=tuple(control_flow))
-            return Attempt(recipe, stop=stop)
+            return Attempt(recipe, stop=Stop("prepare", control_flow=tuple(control_flow)))
         try:
-            added = [self._add(job, number, recipe, worker) for number in numbers]
-            is_new = any(is_changed for _, is_changed in added)
-            if recipe.dequantize:
-                is_new &= any(model.preparation.precision for model, _ in added)
-            if is_new:
-                return tuple(self.prepare(job, number, recipe, worker) for number in numbers)
+            changed = prepare(recipe.to_last_change)
+            if _is_changed(recipe, plain, changed):
+                return prepare(recipe)
         except BuildError as error:
             return Attempt(recipe, stop=_stop("change", error, recipe))
-        dropped = tuple(text for model, _ in added for text in model.dropped)
-        declined = tuple(reason for model, _ in added for reason in model.declined)
+        dropped = tuple(text for model in changed for text in model.dropped)
+        declined = tuple(reason for model in changed for reason in model.declined)
         return Attempt(recipe, stop=Stop("change"), dropped=dropped, declined=declined)
 
     def _simplify(
@@ -384,6 +360,22 @@ def validate_moved(
             return validated
     source = source or prepare()
     return call(replace(request, reference=source.reference, ranges=source.ranges))
+
+
+def _is_changed(recipe: Recipe, plain: Sequence[Prepared], changed: Sequence[Prepared]) -> bool:
+    """Whether the last change of ``recipe`` has changed any of the models, which were ``plain`` before."""
+    last = recipe.last_corrections
+    if recipe.dequantize and not any(model.preparation.precision for model in changed):
+        return False
+    if last and not recipe.left:
+        # The rewrites for all models, which are applied together with these, do not count.
+        return any(not last.isdisjoint(model.preparation.rewrites) for model in changed)
+    if recipe.changes or recipe.left:
+        return any(model.changed for model in changed)
+    if not recipe.fuse:
+        pairs = zip(plain, changed, strict=True)
+        return any(fused.preparation.nodes != model.preparation.nodes for fused, model in pairs)
+    return True
 
 
 def _is_emulated(target: Target) -> bool:
