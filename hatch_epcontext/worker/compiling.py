@@ -14,7 +14,7 @@ from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.graph.bodies import keep_weights, remove_readers
 from hatch_epcontext.graph.external import external_data
-from hatch_epcontext.worker.explaining import explaining, nothing_compiled
+from hatch_epcontext.worker.explaining import Explainer
 from hatch_epcontext.worker.reasons import describe_refused
 from hatch_epcontext.worker.session import LEVELS, MIN_EXTERNAL, near, open_session, options
 
@@ -31,10 +31,10 @@ def compile_context(
     ``session_options`` are added to the target's; ``model``: the source model, for advice. Raises BuildError
     with an explanation of the EP's error, if there is one.
     """
-    provider = target.provider
     key = None if model is None else model.key
     describe = partial(describe_refused, prepared, target)
-    with explaining(provider, lambda: _graph(prepared), key, describe):
+    explainer = Explainer(target.provider, lambda: _graph(prepared), key, describe)
+    with explainer.explaining():
         try:
             _compile(prepared, result, target, session_options or {})
         except Exception as error:
@@ -44,7 +44,7 @@ def compile_context(
             ):
                 raise
     if not result.is_file():
-        raise nothing_compiled(provider, _graph(prepared), key, describe)
+        raise explainer.nothing_compiled()
 
 
 def _compile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import onnx
@@ -31,108 +32,98 @@ DescribeRefused: TypeAlias = Callable[[], tuple[str, tuple[str, ...]]]
 _CHANGE = "Change the model there, or keep only the part before or after it with cut (not tried)."
 
 
-@contextlib.contextmanager
-def explaining(
-    provider: Provider,
-    graph_of: Callable[[], onnx.GraphProto],
-    key: Key | None = None,
-    describe_refused: DescribeRefused = lambda: ("", ()),
-) -> Iterator[None]:
-    """Raise BuildError with an explanation instead of an error of ONNX Runtime or the EP.
+@dataclass(frozen=True)
+class Explainer:
+    """Explains why the EP of ``provider`` does not compile a model.
 
-    An error without a known explanation stays as it is. ``graph_of`` reads the graph that is compiled, and
-    ``key`` is that of its model, if it has one. ``describe_refused`` says which
-    nodes the EP refuses, in a sentence and by their names.
+    ``graph_of`` reads the graph that is compiled, and ``key`` is that of its model, if it has one.
+    ``describe_refused`` says which nodes the EP refuses, in a sentence and by their names.
     """
-    try:
-        yield
-    except EpcontextError:
-        raise
-    except Exception as error:
-        explanation = _explanation(str(error), provider, graph_of(), key, describe_refused)
-        if explanation is None:
+
+    provider: Provider
+    graph_of: Callable[[], onnx.GraphProto]
+    key: Key | None = None
+    describe_refused: DescribeRefused = lambda: ("", ())
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise BuildError with an explanation instead of an error of ONNX Runtime or the EP.
+
+        An error without a known explanation stays as it is.
+        """
+        try:
+            yield
+        except EpcontextError:
             raise
-        raise explanation from error
+        except Exception as error:
+            explanation = self._explanation(str(error))
+            if explanation is None:
+                raise
+            raise explanation from error
 
+    def _explanation(self, message: str) -> BuildError | None:
+        """The meaning of an error of ONNX Runtime or the EP; None if it is unknown."""
+        if "Unable to compile any nodes" in message:
+            return self.nothing_compiled()
+        if "NULL EPContext node" in message:
+            message = (
+                f"{self.provider.ep} compiled the model, but returns no EP contexts: it cannot compile "
+                "ahead of time."
+            )
+            hint = (
+                "Ship the source model, or its optimized graph with the cpu provider (not tried). This EP "
+                "then compiles it on the user's machine."
+            )
+            return RefusedError(Problem(Kind.NOTHING_COMPILED, "", message, hint))
+        if "unsupported with shared EP context" in message:
+            message = f"{self.provider.ep} does not compile contexts for several chips that share weights."
+            hint = "Give each chip a target of its own, or remove share-weights (not tried)."
+            return ModelError(Problem(Kind.NOT_SHARED, "", message, hint))
+        if library := missing(message):
+            message = f"{self.provider.ep} cannot compile, because {library} is missing."
+            return UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, library.advice))
+        return self._of_refused_graph(message)
 
-def _explanation(
-    message: str,
-    provider: Provider,
-    source: onnx.GraphProto,
-    key: Key | None,
-    describe_refused: DescribeRefused,
-) -> BuildError | None:
-    """The meaning of an error of ONNX Runtime or the EP; None if it is unknown."""
-    if "Unable to compile any nodes" in message:
-        return nothing_compiled(provider, source, key, describe_refused)
-    if "NULL EPContext node" in message:
-        message = (
-            f"{provider.ep} compiled the model, but returns no EP contexts: it cannot compile ahead "
-            "of time."
-        )
+    def _of_refused_graph(self, message: str) -> LibraryError | None:
+        """The error of a graph that ONNX Runtime or the EP's compiler refuses, if a node is known."""
+        settings: tuple[Setting, ...] = ()
+        if words := self.provider.error_in_words(message):
+            hint = _CHANGE
+            if decides := on_conditions(self.graph_of(), self.key):
+                # The node may be in a branch that never runs.
+                hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1]
+            return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
+        sentence, nodes = self.describe_refused()
+        if sentence:
+            # The nodes that it leaves to the CPU may cause the failure: by a type that they pass on.
+            reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
+            words = f"{self.provider.ep} failed: {reason}. {sentence}"
+            return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, _CHANGE, nodes=nodes))
+        return None
+
+    def nothing_compiled(self) -> RefusedError:
+        """The error of a model of which no node was compiled."""
+        source = self.graph_of()
+        message = f"{self.provider.ep} compiled no node of the model."
         hint = (
-            "Ship the source model, or its optimized graph with the cpu provider (not tried). This EP then "
-            "compiles it on the user's machine."
+            "Check that the target names a chip that the EP supports, and that the EP has the model's "
+            "operators."
         )
-        return RefusedError(Problem(Kind.NOTHING_COMPILED, "", message, hint))
-    if "unsupported with shared EP context" in message:
-        message = f"{provider.ep} does not compile contexts for several chips that share weights."
-        hint = "Give each chip a target of its own, or remove share-weights (not tried)."
-        return ModelError(Problem(Kind.NOT_SHARED, "", message, hint))
-    if library := missing(message):
-        message = f"{provider.ep} cannot compile, because {library} is missing."
-        return UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, library.advice))
-    return _of_refused_graph(message, provider, source, key, describe_refused)
-
-
-def _of_refused_graph(
-    message: str,
-    provider: Provider,
-    source: onnx.GraphProto,
-    key: Key | None,
-    describe_refused: DescribeRefused,
-) -> LibraryError | None:
-    """The error of a graph that ONNX Runtime or the EP's compiler refuses, if a node is known."""
-    settings: tuple[Setting, ...] = ()
-    if words := provider.error_in_words(message):
-        hint = _CHANGE
-        if decides := on_conditions(source, key):
-            # The node may be in a branch that never runs.
-            hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1]
-        return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, hint, settings=settings))
-    sentence, nodes = describe_refused()
-    if sentence:
-        # The nodes that it leaves to the CPU may cause the failure, as by a type that they pass to the rest.
-        reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
-        words = f"{provider.ep} failed: {reason}. {sentence}"
-        return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, _CHANGE, nodes=nodes))
-    return None
-
-
-def nothing_compiled(
-    provider: Provider,
-    source: onnx.GraphProto,
-    key: Key | None,
-    describe_refused: DescribeRefused,
-) -> RefusedError:
-    message = f"{provider.ep} compiled no node of the model."
-    hint = (
-        "Check that the target names a chip that the EP supports, and that the EP has the model's "
-        "operators."
-    )
-    settings: tuple[Setting, ...] = ()
-    if not Scope(source).counted:
-        message += " None of them depends on an input: ONNX Runtime computes them all beforehand."
-        hint = "Ship their results: the provider cpu stores them in its model."
-    elif control := graph.control_flow(source):
-        message += f" It has {' and '.join(control)}, which few EPs compile."
-        hint, settings = on_conditions(source, key) or ("Remove them from the model.", ())
-    sentence, nodes = describe_refused()
-    if sentence:
-        message += f" {sentence}"
-        if not settings:
-            # If the EP gives reasons for its nodes, the chip is not the cause.
-            hint = "Change the model at these nodes."
-    return RefusedError(
-        Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings, nodes=nodes)
-    )
+        settings: tuple[Setting, ...] = ()
+        if not Scope(source).counted:
+            message += (
+                " None of them depends on an input: ONNX Runtime computes them all beforehand."
+            )
+            hint = "Ship their results: the provider cpu stores them in its model."
+        elif control := graph.control_flow(source):
+            message += f" It has {' and '.join(control)}, which few EPs compile."
+            hint, settings = on_conditions(source, self.key) or ("Remove them from the model.", ())
+        sentence, nodes = self.describe_refused()
+        if sentence:
+            message += f" {sentence}"
+            if not settings:
+                # If the EP gives reasons for its nodes, the chip is not the cause.
+                hint = "Change the model at these nodes."
+        return RefusedError(
+            Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings, nodes=nodes)
+        )

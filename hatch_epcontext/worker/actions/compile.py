@@ -22,7 +22,7 @@ from hatch_epcontext.graph.reading import load
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.shipped import PREPARED
 from hatch_epcontext.worker.compiling import compile_buffers, compile_context
-from hatch_epcontext.worker.explaining import explaining
+from hatch_epcontext.worker.explaining import Explainer
 from hatch_epcontext.worker.optimizing import optimize
 from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.readback import read_context, read_optimized
@@ -195,7 +195,7 @@ def _compile_buffers(request: CompileRequest, buffers: Mapping[str, str]) -> Non
         message = open_dimension_message(tensors, provider.ep)
         raise ModelError(Problem(Kind.OPEN_DIMENSION, "", message, "Give the model fixed shapes."))
     data = {location: Path(file).read_bytes() for location, file in buffers.items()}
-    with explaining(provider, lambda: source.graph):
+    with Explainer(provider, lambda: source.graph).explaining():
         compiled = compile_buffers(path.read_bytes(), data, request.target)
     context = onnx.load_model_from_string(compiled)
     keep_metadata(source, context)

@@ -19,7 +19,7 @@ from hatch_epcontext.providers import PROVIDERS, Plugin
 from hatch_epcontext.worker.actions import compile as compile_worker
 from hatch_epcontext.worker.actions import prepare as prepare_worker
 from hatch_epcontext.worker.compiling import compile_context
-from hatch_epcontext.worker.explaining import explaining
+from hatch_epcontext.worker.explaining import Explainer
 from hatch_epcontext.worker.requests import (
     CompileReply,
     CompileRequest,
@@ -260,7 +260,7 @@ def test_an_error_of_the_compiler_is_explained_with_what_chooses_a_branch(
     graph = choosing(dtype)
     with (
         pytest.raises(BuildError) as raised,
-        explaining(PROVIDERS[ep], lambda: graph, key),
+        Explainer(PROVIDERS[ep], lambda: graph, key).explaining(),
     ):
         raise RuntimeError(error)
     (problem,) = raised.value.problems
