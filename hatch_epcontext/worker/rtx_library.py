@@ -261,9 +261,8 @@ def _not_parsed(parser: Any, hint: str) -> Problem:
     reasons = dict.fromkeys(e.desc().strip().rstrip(".") for e in errors)
     # Its checks without a message are reported as the word "false".
     why = [reason for reason in reasons if reason not in ("", "false")]
-    shown = listing(list(nodes)[:_MAX_NODES]) if nodes else "the model"
-    more = f" and {len(nodes) - _MAX_NODES} more" if len(nodes) > _MAX_NODES else ""
-    message = f"TensorRT RTX does not take {shown}{more}{': ' if why else ''}{'; '.join(why)}."
+    shown = listing(nodes, _MAX_NODES) if nodes else "the model"
+    message = f"TensorRT RTX does not take {shown}{': ' if why else ''}{'; '.join(why)}."
     return Problem(Kind.COMPILE_FAILED, "", message, hint)
 
 
@@ -330,16 +329,12 @@ def _configured(trt: Any, builder: Any, network: Any, target: Target, key: Key) 
 
 def _set_shape(trt_profile: Any, tensor: Any, profile: Profile, key: Key) -> None:
     if tensor.is_shape_tensor:
-        raise RefusedError(
-            Problem(
-                Kind.COMPILE_FAILED,
-                "",
-                f"the values of the input {tensor.name!r} decide the shapes of other tensors, for which "
-                "TensorRT RTX needs their limits.",
-                "Freeze the input (not tried).",
-                settings=(Setting(key / "constants" / tensor.name),),
-            )
+        message = (
+            f"the values of the input {tensor.name!r} decide the shapes of other tensors, for which "
+            "TensorRT RTX needs their limits."
         )
+        hint, setting = "Freeze the input (not tried).", Setting(key / "constants" / tensor.name)
+        raise RefusedError(Problem(Kind.COMPILE_FAILED, "", message, hint, settings=(setting,)))
     fixed: Sequence[int] = list(tensor.shape)
     bounds = profile.get(tensor.name)
     shapes = [fixed] * 3 if bounds is None else [bounds[bound] for bound in ("min", "opt", "max")]

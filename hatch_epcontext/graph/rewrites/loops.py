@@ -129,7 +129,8 @@ def trip_count(
 ) -> tuple[int, Sequence[Sequence[Array]]] | Declined:
     """The number of iterations of ``loop``, which is in ``scope``; at most ``limit`` + 1.
 
-    Also the values in the ``body`` that have these ``names``, in each iteration.
+    Also the values in the ``body`` that have these ``names``, in each iteration: onnx runs the part of the
+    body that computes them and the condition.
     """
     trips, condition = graph.operands(loop, 2)
     number, first = (scope.constant(name) if name else None for name in (trips, condition))
@@ -137,24 +138,10 @@ def trip_count(
         return Declined(f"its number of iterations {trips!r} is computed")
     most = limit + 1 if number is None else min(int(number.item()), limit + 1)
     # The maximum number of iterations counts before the condition.
-    if most <= 0:
+    if most <= 0 or (first is not None and not first.item()):
         return 0, []
     if condition and first is None:
         return Declined(f"its condition {condition!r} is computed")
-    if first is not None and not first.item():
-        return 0, []
-    return _run(loop, body, scope, builder, most, names)
-
-
-def _run(
-    loop: onnx.NodeProto,
-    body: onnx.GraphProto,
-    scope: Scope,
-    builder: Builder,
-    most: int,
-    names: Sequence[str],
-) -> tuple[int, Sequence[Sequence[Array]]] | Declined:
-    """See `trip_count`; at most ``most`` iterations: onnx runs the part of the body that decides."""
     # Imported here: few models need it, and it imports all operators.
     from onnx.reference import ReferenceEvaluator
 
@@ -178,7 +165,8 @@ def _run(
             goes_on, *values = map(np.asarray, evaluator.run(None, known))
             results.append(values[: len(names)])
             if not goes_on.item():
-                return trip + 1, results
+                most = trip + 1
+                break
             known |= dict(zip(states, values[len(names) :], strict=True))
     except Exception as error:
         # onnx runs less than ONNX Runtime.
