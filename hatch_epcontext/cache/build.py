@@ -20,13 +20,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hatch_epcontext.cache.store import (
-    DamagedError,
-    EntryKind,
-    Store,
-    files_of,
-    untrusted,
-)
+from hatch_epcontext.cache.store import DamagedError, EntryKind, Store, files_of, untrusted
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.files import FileRecord, file_sha256

@@ -17,18 +17,8 @@ import hatch_epcontext
 from hatch_epcontext.cli._common import command_with_examples, echo, show_table, warn
 from hatch_epcontext.cli._settings import key_and_value
 from hatch_epcontext.config.targets import is_path
-from hatch_epcontext.errors import (
-    ROOT,
-    EpcontextError,
-    Kind,
-    Problem,
-)
-from hatch_epcontext.jobs.requirements import (
-    TOOLS,
-    check_environment,
-    installed,
-    owners,
-)
+from hatch_epcontext.errors import ROOT, EpcontextError, Kind, Problem
+from hatch_epcontext.jobs.requirements import TOOLS, check_environment, installed, owners
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import file_name, listing, quoted_key, to_toml

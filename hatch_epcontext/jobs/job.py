@@ -41,13 +41,7 @@ from hatch_epcontext.jobs.sources import input_files
 from hatch_epcontext.jobs.stages import Lost, Try, Validate, Won, next_recipe
 from hatch_epcontext.jobs.steps import Build, Steps, may_avoid
 from hatch_epcontext.providers import Provider
-from hatch_epcontext.worker.results import (
-    Answer,
-    Nearness,
-    Validated,
-    Validation,
-    ValidationStatus,
-)
+from hatch_epcontext.worker.results import Answer, Nearness, Validated, Validation, ValidationStatus
 
 _ANNOUNCED = 10.0
 """Seconds after which a job prints a line for each recipe."""

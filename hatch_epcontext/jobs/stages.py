@@ -14,12 +14,7 @@ from typing import Literal
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.number_format import ALWAYS, FOR_KERNELS, FOR_RANGES, RewriteName
 from hatch_epcontext.jobs.recipe import Recipe
-from hatch_epcontext.jobs.search import (
-    Attempt,
-    Search,
-    Verdict,
-    most_complete,
-)
+from hatch_epcontext.jobs.search import Attempt, Search, Verdict, most_complete
 from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.worker.results import Nearness, Simplifier
 

@@ -26,13 +26,7 @@ from hatch_epcontext.jobs.requirements import TOOLS, installed
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
 from hatch_epcontext.serialize import from_json, to_plain
 from hatch_epcontext.text import show_size
-from hatch_epcontext.worker.requests import (
-    Devices,
-    DevicesReply,
-    DevicesRequest,
-    EpDevice,
-    Runtime,
-)
+from hatch_epcontext.worker.requests import Devices, DevicesReply, DevicesRequest, EpDevice, Runtime
 
 TIMEOUT = 120.0
 """Seconds for loading one EP's library."""

@@ -11,13 +11,7 @@ import onnxruntime as ort
 from hatch_epcontext.errors import UnavailableError
 from hatch_epcontext.providers import PROVIDERS, MissingLibrary, Plugin, Provider
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.requests import (
-    Devices,
-    DevicesReply,
-    DevicesRequest,
-    EpDevice,
-    Runtime,
-)
+from hatch_epcontext.worker.requests import Devices, DevicesReply, DevicesRequest, EpDevice, Runtime
 from hatch_epcontext.worker.session import (
     add_built_in,
     describe_device,
