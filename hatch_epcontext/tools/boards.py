@@ -120,7 +120,7 @@ class Board:
     """The devices of this machine, as ``workers`` find them; with ``any_device`` also simulated ones."""
 
     def __init__(self, workers: Workers, *, any_device: bool) -> None:
-        self.workers, self._any_device = workers, any_device
+        self._workers, self._any_device = workers, any_device
         self._known: dict[tuple[str, str], Devices] = {}
 
     def device(self, target: Target) -> BoardDevice:
@@ -151,10 +151,10 @@ class Board:
                 where = folder / "devices"
                 if module:
                     request = LibraryRequest(module=module)
-                    devices = self.workers.call(request, where, location=provider.ep)
+                    devices = self._workers.call(request, where, location=provider.ep)
                 else:
                     known = DevicesRequest((provider.name,))
-                    devices = self.workers.call(known, where, location=provider.ep).devices
+                    devices = self._workers.call(known, where, location=provider.ep).devices
             self._known[key] = next(iter(devices.values()))
         return self._known[key]
 

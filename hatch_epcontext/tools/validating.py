@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -47,7 +47,7 @@ from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, Vari
 from hatch_epcontext.providers import PROVIDERS, Provider, find
 from hatch_epcontext.shipped import CPU_EP, OPTION_FILE, OPTION_FILES, SOURCE
 from hatch_epcontext.text import listing, show, suggestion
-from hatch_epcontext.tools.boards import RUNS, Board
+from hatch_epcontext.tools.boards import RUNS, Board, BoardDevice
 from hatch_epcontext.tools.configure import configure, name_models, nested
 from hatch_epcontext.tools.inspecting import inspect, inspect_model, verify_model
 from hatch_epcontext.worker.requests import (
@@ -276,7 +276,8 @@ def _run(path: Path, model: InspectReply, job: Job, workers: Workers, *, compare
     to_run = configured.to_run_on(job.target)
     # The source gets the shapes of the compiled model.
     to_run = replace(to_run, shapes={**_fixed_shapes(model.inputs), **to_run.shapes})
-    return _run_moved(_Opened(path, model, str(path)), to_run, job.target, workers, compare=compare)
+    opened = _Opened(path, model, str(path))
+    return _run_moved(opened, to_run, job.target, workers, None, compare=compare)
 
 
 @dataclass(frozen=True)
@@ -293,20 +294,18 @@ def _run_moved(
     opened: _Opened,
     to_run: Model,
     target: Target,
-    on: Workers | Board,
+    workers: Workers,
+    device: BoardDevice | None,
     *,
     compare: bool,
 ) -> _Ran:
     """Run the artifact on ``target``, from a moved copy of its files, or of its folder.
 
-    ``to_run``: the source to ``compare`` with, or the artifact itself. On a board a difference is a result,
-    and the device itself may open what a simulator does not. Raises UnavailableError if it cannot be run
-    here, and BuildError if it fails.
+    ``to_run``: the source to ``compare`` with, or the artifact itself. On the ``device`` of a board a
+    difference is a result, and it may open what a simulator does not. Raises UnavailableError if it cannot be
+    run here, and BuildError if it fails.
     """
     provider, facts, location = target.provider, opened.facts, opened.location
-    board = on if isinstance(on, Board) else None
-    workers = on.workers if isinstance(on, Board) else on
-    device = board.device(target) if board else None
     if (device is None or device.simulated) and (
         reason := reason_not_to_run(provider) or _reason_not_to_open(opened.path, facts, provider)
     ):
@@ -432,7 +431,8 @@ def validate_package(
         check_environment((), INSPECTION)
     named = {name: getattr(model.validate, name) for name in settings["validate"]}
     with make_workers(config.build.timeout) as workers:
-        on = workers if reporting is None else Board(workers, any_device=any_device)
+        board = Board(workers, any_device=any_device) if reporting else None
+        variants = _Variants(package, path, workers, board)
         for name, component in package.components.items():
             own = replace(
                 model,
@@ -447,7 +447,7 @@ def validate_package(
             for target in component.variants:
                 if reporting and target == SOURCE:
                     continue
-                result = _validated(package, path, (name, target), own, on, f"{location}: ")
+                result = variants.validate(name, target, own, f"{location}: ")
                 if reporting:
                     entry = _entry(package, result, reporting.sources.get(name))
                     result = replace(result, entry=entry)
@@ -468,33 +468,6 @@ def _check_settings(settings: dict[str, Any], reporting: Reporting | None) -> No
         message = "is not for a report, which has the limits of the project."
         problems.append(Problem.at(Key() / "validate" / "tolerance", Kind.NOT_APPLICABLE, message))
     ConfigError.check(problems)
-
-
-def _validated(
-    package: ModelPackage,
-    path: Path,
-    names: tuple[str, str],
-    model: Model,
-    on: Workers | Board,
-    where: str,
-) -> ValidatedVariant:
-    """The variant with these ``names`` of component and target; problems are at its name after ``where``."""
-    name, target = names
-    component = package.components[name]
-    result = ValidatedVariant(name, target, component.variants[target].ep)
-    location = f"{where}{result.name}"
-    try:
-        result = _validate_variant(result, component, path, model, on, location)
-    except EpcontextError as error:
-        # The key of a problem is one that no user wrote.
-        problems = (
-            replace(problem, key=None, location=location)
-            if problem.key or not problem.location
-            else problem
-            for problem in error.problems
-        )
-        return replace(result, problems=tuple(problems))
-    return result
 
 
 def _entry(package: ModelPackage, result: ValidatedVariant, source: Source | None) -> BoardEntry:
@@ -568,64 +541,89 @@ def _read(folder: Path) -> ModelPackage:
     return package
 
 
-def _validate_variant(
-    result: ValidatedVariant,
-    component: Component,
-    folder: Path,
-    model: Model,
-    on: Workers | Board,
-    location: str,
-) -> ValidatedVariant:
-    """``result`` with what validating the variant says; ``model`` has the settings of the validation.
+@dataclass(frozen=True)
+class _Variants:
+    """The variants of a ``package`` in ``folder``, which ``workers`` open; for a report on the ``board``."""
 
-    Raises EpcontextError for all that is wrong with the variant.
-    """
-    variant, mode = component.variants[result.variant], model.validate.mode
-    file = folder / variant.model_file
-    opened = inspect_model(file, on.workers if isinstance(on, Board) else on)
-    verify_model(file, opened)
+    package: ModelPackage
+    folder: Path
+    workers: Workers
+    board: Board | None
 
-    def run() -> _Ran:
-        target = _target(variant, result.variant, file, opened)
-        if mode not in _RUN:
-            return _Ran(Validation(ValidationStatus.STRUCTURE))
-        is_simulated = not isinstance(on, Board) or on.device(target).simulated
-        if variant.about is not None and variant.about.needs_device and is_simulated:
-            reason = f"only the device itself can open it, and no simulator of {variant.ep}"
-            raise _not_run(reason, location)
-        reference = _reference(component, result.variant)
-        # The path is that of the manifest, unless the project's own source is known.
-        is_known = model.path.name != FILE
-        names = {tensor.name for tensor in opened.inputs}
+    def validate(self, component: str, variant: str, model: Model, where: str) -> ValidatedVariant:
+        """What validating a variant says; problems are at its name after ``where``.
+
+        ``model`` has the settings of the validation.
+        """
+        ep = self.package.components[component].variants[variant].ep
+        result = ValidatedVariant(component, variant, ep)
+        location = f"{where}{result.name}"
+        try:
+            return self._validate(result, model, location)
+        except EpcontextError as error:
+            # The key of a problem is one that no user wrote.
+            problems = (
+                replace(problem, key=None, location=location)
+                if problem.key or not problem.location
+                else problem
+                for problem in error.problems
+            )
+            return replace(result, problems=tuple(problems))
+
+    def _validate(self, result: ValidatedVariant, model: Model, location: str) -> ValidatedVariant:
+        """``result``, validated; raises EpcontextError for all that is wrong with the variant."""
+        component = self.package.components[result.component]
+        variant, mode = component.variants[result.variant], model.validate.mode
+        file = self.folder / variant.model_file
+        facts = inspect_model(file, self.workers)
+        verify_model(file, facts)
+
+        def run() -> _Ran:
+            target = _target(variant, result.variant, file, facts)
+            if mode not in _RUN:
+                return _Ran(Validation(ValidationStatus.STRUCTURE))
+            device = self.board.device(target) if self.board else None
+            needs_device = variant.about is not None and variant.about.needs_device
+            if needs_device and (device is None or device.simulated):
+                reason = f"only the device itself can open it, and no simulator of {variant.ep}"
+                raise _not_run(reason, location)
+            reference = _reference(component, result.variant)
+            source = reference or variant
+            # The path is that of the manifest, unless the project's own source is known.
+            is_known = model.path.name != FILE
+            to_run = replace(
+                model,
+                name=result.component,
+                path=model.path if is_known else (self.folder / source.model_file).absolute(),
+                targets=(),
+                static_shapes=True,
+                dims={},
+                shapes=self._shapes(component, source, facts.inputs, model),
+            )
+            opened = _Opened(file, facts, location, self.folder / variant.variant_directory)
+            compare = is_known or reference is not None
+            return _run_moved(opened, to_run, target, self.workers, device, compare=compare)
+
+        ran = _validate(mode, run, location)
+        result = replace(result, model=facts, run=ran.run)
+        if ran.validation.differs:
+            error = BuildError(*ran.validation.problems).located(location)
+            return replace(result, problems=error.problems)
+        return replace(result, validation=ran.validation)
+
+    def _shapes(
+        self, component: Component, source: Variant, inputs: Sequence[TensorFacts], model: Model
+    ) -> dict[str, tuple[int, ...]]:
+        """The shapes in which ``source`` runs; those of the variant's ``inputs`` count most."""
+        names = {tensor.name for tensor in inputs}
         configured = (tensor for tensor in component.about.inputs if tensor.name in names)
-        files = folder / (reference or variant).variant_directory
-        fed = read_config(files).dummy_shapes if is_genai_folder(files) else {}
-        to_run = replace(
-            model,
-            name=result.component,
-            path=model.path
-            if is_known
-            else (folder / reference.model_file if reference else file).absolute(),
-            targets=(),
-            static_shapes=True,
-            dims={},
-            shapes={
-                **fed,
-                **_fixed_shapes(_sized(opened.inputs, model)),
-                **_fixed_shapes(configured),
-                **_fixed_shapes(opened.inputs),
-            },
-        )
-        own = _Opened(file, opened, location, folder / variant.variant_directory)
-        return _run_moved(own, to_run, target, on, compare=is_known or reference is not None)
-
-    ran = _validate(mode, run, location)
-    result = replace(result, model=opened, run=ran.run)
-    if ran.validation.differs:
-        return replace(
-            result, problems=BuildError(*ran.validation.problems).located(location).problems
-        )
-    return replace(result, validation=ran.validation)
+        files = self.folder / source.variant_directory
+        return {
+            **(read_config(files).dummy_shapes if is_genai_folder(files) else {}),
+            **_fixed_shapes(_sized(inputs, model)),
+            **_fixed_shapes(configured),
+            **_fixed_shapes(inputs),
+        }
 
 
 def _reference(component: Component, name: str) -> Variant | None:
