@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import field, replace
 from enum import Enum
 from typing import Any, Literal, TypeVar
@@ -324,14 +324,17 @@ class EpcontextError(Exception):
 
     def located(self: ErrorT, location: str, *targets: str, step: Step | None = None) -> ErrorT:
         """The same error; problems without a location get this one."""
-        return type(self)(
-            *(
-                problem
-                if problem.location
-                else replace(problem, location=location, targets=targets, step=problem.step or step)
-                for problem in self.problems
-            )
-        )
+
+        def placed(problem: Problem) -> Problem:
+            if problem.location:
+                return problem
+            return replace(problem, location=location, targets=targets, step=problem.step or step)
+
+        return self.changed(placed)
+
+    def changed(self: ErrorT, change: Callable[[Problem], Problem]) -> ErrorT:
+        """The same error, with its problems as ``change`` returns them."""
+        return type(self)(*map(change, self.problems))
 
     @classmethod
     def check(cls, problems: Iterable[Problem]) -> None:

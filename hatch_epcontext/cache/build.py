@@ -102,14 +102,11 @@ class Index:
 
 def changed_error(path: Path) -> ModelError:
     """The error for a file, or a folder of files, that changed during the build."""
-    return ModelError(
-        Problem(
-            Kind.MODEL_CHANGED,
-            str(path),
-            "changed during the build: what was compiled may be neither the old nor the new contents.",
-            "Build again when nothing writes to it. Nothing of it was stored or shipped.",
-        )
+    message = (
+        "changed during the build: what was compiled may be neither the old nor the new contents."
     )
+    hint = "Build again when nothing writes to it. Nothing of it was stored or shipped."
+    return ModelError(Problem(Kind.MODEL_CHANGED, str(path), message, hint))
 
 
 class Cache:

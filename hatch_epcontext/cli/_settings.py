@@ -281,10 +281,7 @@ def _load(project: Path, targets: tuple[str, ...]) -> Config:
     try:
         return load(project, tool_table(project), {}, environ)
     except ConfigError as error:
-        problems = (
-            dataclasses.replace(problem, location="--target")
-            if targets and problem.location == variable
-            else problem
-            for problem in error.problems
-        )
-        raise ConfigError(*problems) from error
+        name = {variable: "--target"} if targets else {}
+        raise error.changed(
+            lambda p: dataclasses.replace(p, location=name.get(p.location, p.location))
+        ) from error

@@ -172,13 +172,12 @@ class Finder:
             yield Problem.at(key, Kind.INVALID_VALUE, message, hint)
             return False
         if self.confined and not (is_inside(path) and path[0] != "~"):
-            yield Problem.at(
-                key,
-                Kind.OUTSIDE_PROJECT,
-                f"{show(path)} is not a path inside the project.",
+            message = f"{show(path)} is not a path inside the project."
+            hint = (
                 "Write it relative to the folder of pyproject.toml, without '..': "
-                "an sdist contains only the project.",
+                "an sdist contains only the project."
             )
+            yield Problem.at(key, Kind.OUTSIDE_PROJECT, message, hint)
             return False
         return True
 

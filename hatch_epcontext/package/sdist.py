@@ -176,10 +176,12 @@ def _recorded(packed: Mapping[str, Path]) -> Iterator[Problem]:
     folders = {PurePosixPath(path).parent: file.parent for path, file in packed.items()}
     for folder, real in sorted(folders.items()):
         if known_text(real / ".gitignore") == RECORDED_IGNORE:
-            yield Problem(
-                Kind.RECORDED_SAMPLES,
-                str(folder),
-                "has samples of epcontext record, which are what an app saw, and the sdist would have them.",
-                f"Set exclude = [{to_toml(f'/{folder}')}] in [tool.hatch.build.targets.sdist]. If everybody "
-                "may have them, remove the .gitignore in that folder.",
+            message = (
+                "has samples of epcontext record, which are what an app saw, and the sdist would have "
+                "them."
             )
+            hint = (
+                f"Set exclude = [{to_toml(f'/{folder}')}] in [tool.hatch.build.targets.sdist]. If everybody "
+                "may have them, remove the .gitignore in that folder."
+            )
+            yield Problem(Kind.RECORDED_SAMPLES, str(folder), message, hint)

@@ -392,13 +392,12 @@ def differences(
             hint = "Build the wheel again, and change none of its models' files afterwards."
             yield Problem(Kind.INVALID_WHEEL, location, message, hint)
     for name in sorted(packed.keys() - {*files, FILE}):
-        yield Problem(
-            Kind.INVALID_WHEEL,
-            location,
-            f"{name} is in the wheel, but not in the manifest.",
+        message = f"{name} is in the wheel, but not in the manifest."
+        hint = (
             "Remove it from the project, or choose another folder for the models. If it is only in the build "
-            "backend's folder build/, remove that, and build again.",
+            "backend's folder build/, remove that, and build again."
         )
+        yield Problem(Kind.INVALID_WHEEL, location, message, hint)
 
 
 def _hashes(archive: zipfile.ZipFile) -> dict[str, str]:

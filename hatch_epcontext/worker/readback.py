@@ -147,11 +147,10 @@ def _wrong_contexts(
         )
     for node in contexts:
         if not provider.reads(source := graph.text(node, "source")):
-            yield Problem(
-                Kind.WRONG_RESULT,
-                "",
-                f"the EPContext node {node.name!r} was written by {source!r}, not by {provider.ep}.",
+            message = (
+                f"the EPContext node {node.name!r} was written by {source!r}, not by {provider.ep}."
             )
+            yield Problem(Kind.WRONG_RESULT, "", message)
         if not graph.is_main(node):
             continue
         wrong = None
@@ -173,23 +172,21 @@ def _wrong_chip(
     options = target.settings.provider_options
     versions = (graph.text(node, "ep_sdk_version") for node in contexts)
     for difference in provider.disagreements(compatibility, versions, options):
-        yield Problem(
-            Kind.WRONG_RESULT,
-            "",
+        message = (
             f"{provider.ep} did not compile for the target's options: {difference}.\n"
-            f"The compatibility string of the result is {compatibility or 'missing'}.",
+            f"The compatibility string of the result is {compatibility or 'missing'}."
         )
+        yield Problem(Kind.WRONG_RESULT, "", message)
     marks = provider.several_chips
     if marks is None or len(provider.per_chip(options)) < 2:
         return
     for node in contexts:
         if graph.attribute(node, marks, 0) != 1:
-            yield Problem(
-                Kind.WRONG_RESULT,
-                "",
+            message = (
                 f"the target names several chips, and the EPContext node {node.name!r} is for one: its "
-                f"attribute {marks} is not 1.",
+                f"attribute {marks} is not 1."
             )
+            yield Problem(Kind.WRONG_RESULT, "", message)
 
 
 def _check_data(

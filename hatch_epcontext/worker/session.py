@@ -298,15 +298,12 @@ def register(plugin: Plugin, ep: str) -> None:
         return
     offered = sorted({device.ep_name for device in load(plugin, ep)})
     if offered and ep not in offered:
-        raise UnavailableError(
-            Problem(
-                Kind.UNLOADABLE_LIBRARY,
-                "",
-                f"{plugin.package} was registered as {plugin.registration_name!r} and "
-                f"offers {listing(offered)}, not {ep}.",
-                "Set ep-name to the name that it offers.",
-            )
+        message = (
+            f"{plugin.package} was registered as {plugin.registration_name!r} and "
+            f"offers {listing(offered)}, not {ep}."
         )
+        hint = "Set ep-name to the name that it offers."
+        raise UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint))
 
 
 def load(plugin: Plugin, ep: str | None) -> list[Any]:
@@ -343,12 +340,9 @@ def _registration_problem(
         hint = f"Install {plugin.package}, or add the package that contains it to its requirements."
         return Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)
     if isinstance(error, AttributeError):
-        return Problem(
-            Kind.UNLOADABLE_LIBRARY,
-            "",
-            f"{plugin.module} is not the package of a plugin EP: {error}.",
-            "Such a package has get_library_path(). Without one, name the path of the library instead.",
-        )
+        message = f"{plugin.module} is not the package of a plugin EP: {error}."
+        hint = "Such a package has get_library_path(). Without one, name the path of the library instead."
+        return Problem(Kind.UNLOADABLE_LIBRARY, "", message, hint)
     if "CreateEpFactories" in str(error):
         message = f"{plugin.path or plugin.package} is a library, but not that of an EP: {error}."
         hint = "Name the library that ONNX Runtime registers."

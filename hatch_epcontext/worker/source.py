@@ -193,19 +193,17 @@ def _fix_constants(main: onnx.GraphProto, model: Model) -> Iterator[Problem]:
         try:
             array = constant(model, facts)
         except (TypeError, ValueError, OverflowError) as error:
-            yield Problem.at(
-                key,
-                Kind.VALUE_MISMATCH,
-                f"the value does not fit the input, which has the dtype {facts.dtype}: {error}.",
+            message = (
+                f"the value does not fit the input, which has the dtype {facts.dtype}: {error}."
             )
+            yield Problem.at(key, Kind.VALUE_MISMATCH, message)
             continue
         if not facts.takes(array.shape):
-            yield Problem.at(
-                key,
-                Kind.VALUE_MISMATCH,
+            message = (
                 f"the value has the shape {list(array.shape)}, but the input has the shape "
-                f"{facts.shape_text}.",
+                f"{facts.shape_text}."
             )
+            yield Problem.at(key, Kind.VALUE_MISMATCH, message)
             continue
         main.initializer.append(onnx.numpy_helper.from_array(array, name))
         main.input.remove(by_name[name])
@@ -232,22 +230,18 @@ def _sizes(main: onnx.GraphProto, model: Model) -> Diagnosed[dict[str, int]]:
             continue
         facts = graph.facts(by_name[name])
         if not facts.takes(shape):
-            yield Problem.at(
-                key,
-                Kind.VALUE_MISMATCH,
+            message = (
                 f"the shape {list(shape)} does not fit the input, which has the shape "
-                f"{facts.shape_text}.",
-                "Only open dimensions (with a name or ?) can get a size: correct it, or leave it out.",
+                f"{facts.shape_text}."
             )
+            hint = "Only open dimensions (with a name or ?) can get a size: correct it, or leave it out."
+            yield Problem.at(key, Kind.VALUE_MISMATCH, message, hint)
             continue
         for configured, size in zip(shape, facts.sizes, strict=False):
             # A named dimension has one size in the whole model.
             if isinstance(size, str) and dims.setdefault(size, configured) != configured:
-                yield Problem.at(
-                    key,
-                    Kind.VALUE_MISMATCH,
-                    f"the dimension {size!r} is {configured} in this shape, but {dims[size]} elsewhere.",
-                )
+                message = f"the dimension {size!r} is {configured} in this shape, but {dims[size]} elsewhere."
+                yield Problem.at(key, Kind.VALUE_MISMATCH, message)
     return dims
 
 
@@ -349,13 +343,9 @@ def _at_key(key: Key | None, start: str = "") -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        raise ModelError(
-            *(
-                replace(
-                    problem, location=str(key or ""), key=key, message=f"{start}{problem.message}"
-                )
-                for problem in error.problems
-            )
+        location = str(key or "")
+        raise error.changed(
+            lambda p: replace(p, location=location, key=key, message=f"{start}{p.message}")
         ) from None
 
 

@@ -81,12 +81,11 @@ def _check(
         elif last not in outputs:
             yield unknown_name(key / first, last, "output", list(outputs))
         elif not _fit(inputs[first], outputs[last]):
-            yield Problem.at(
-                key / first,
-                Kind.VALUE_MISMATCH,
+            message = (
                 f"the output {last!r} ({_describe(outputs[last])}) cannot be fed to the input {first!r} "
-                f"({_describe(inputs[first])}).",
+                f"({_describe(inputs[first])})."
             )
+            yield Problem.at(key / first, Kind.VALUE_MISMATCH, message)
 
 
 def _describe(tensor: TensorFacts) -> str:

@@ -242,19 +242,17 @@ def _check_profiles(target: Target, inputs: tuple[TensorFacts, ...]) -> Iterator
         for name in profile.keys() - by_name.keys():
             yield unknown_name(key / name, name, "input", list(by_name))
         for name in sorted(open_inputs - profile.keys()):
-            yield Problem.at(
-                key,
-                Kind.INVALID_PROFILE,
+            message = (
                 f"the profile has no shapes for the input {name!r}, which has open dimensions "
-                f"({by_name[name].shape_text}).",
-                "A profile needs shapes for all inputs with open dimensions.",
+                f"({by_name[name].shape_text})."
             )
+            hint = "A profile needs shapes for all inputs with open dimensions."
+            yield Problem.at(key, Kind.INVALID_PROFILE, message, hint)
         for name in profile.keys() & by_name.keys():
             for bound, shape in profile[name].items():
                 if not by_name[name].takes(tuple(shape)):
-                    yield Problem.at(
-                        key / name,
-                        Kind.INVALID_PROFILE,
+                    message = (
                         f"{bound} is {list(shape)}, but the input has the shape "
-                        f"{by_name[name].shape_text}.",
+                        f"{by_name[name].shape_text}."
                     )
+                    yield Problem.at(key / name, Kind.INVALID_PROFILE, message)

@@ -138,13 +138,8 @@ def _with_library(error: UnavailableError, target: Target) -> UnavailableError:
     chips = [name for name, chip in target.provider.chips.items() if chip.source]
     setting = Setting(target.key_of("chip"), chips)
     hint = "Or compile without the EP and its device (not tried)."
-    return UnavailableError(
-        *(
-            replace(
-                problem, hint="\n".join(filter(None, (problem.hint, hint))), settings=(setting,)
-            )
-            for problem in error.problems
-        )
+    return error.changed(
+        lambda p: replace(p, hint="\n".join(filter(None, (p.hint, hint))), settings=(setting,))
     )
 
 
