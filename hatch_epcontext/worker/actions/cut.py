@@ -97,11 +97,11 @@ def _compute_positions(main: onnx.GraphProto, name: str, tokens: str, last: str)
     nodes = [
         onnx.helper.make_node("Shape", [tokens], [f"{name}/shape"]),
         onnx.helper.make_node("Gather", [f"{name}/shape", one], [f"{name}/count"]),
-        onnx.helper.make_node("Range", [zero, f"{name}/count", one], [f"{name}/steps"]),
+        onnx.helper.make_node("Range", [zero, f"{name}/count", one], [f"{name}/numbers"]),
         onnx.helper.make_node("Cast", [last], [f"{name}/last"], to=onnx.TensorProto.INT64),
         onnx.helper.make_node("Sub", [f"{name}/last", f"{name}/count"], [f"{name}/before"]),
         onnx.helper.make_node("Add", [f"{name}/before", one], [f"{name}/first"]),
-        onnx.helper.make_node("Add", [f"{name}/first", f"{name}/steps"], [f"{name}/int64"]),
+        onnx.helper.make_node("Add", [f"{name}/first", f"{name}/numbers"], [f"{name}/int64"]),
         onnx.helper.make_node("Cast", [f"{name}/int64"], [name], to=own.type.tensor_type.elem_type),
     ]
     for node in reversed(nodes):
