@@ -133,18 +133,18 @@ class PrepareRequest(WorkerRequest[Prepared], action="prepare", fills="folder"):
 class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     """Rewrite the model ``before``, which was made of ``model``, for an EP.
 
-    ``uncovered``: the names of the nodes that the EP does not compile; None for all. Nodes that a rewrite
-    adds count as such. The result is simplified with ``simplify``, and compared with the source on the CPU
+    ``nodes``: the names of those to change, which the EP does not compile; None for all. What a rewrite adds
+    may be changed too. The result is simplified with ``simplify``, and compared with the source on the CPU
     if ``before`` has a reference. ``folder`` exists and is empty. ``tolerance``: how far it may differ if
     its numbers were changed before. With an ``unroll_limit`` loops and layers of known length are unrolled
     instead, up to that many nodes. With ``corrections``, the ids of rewrites for accuracy, only these are
-    applied. ``faults``: those that the EP needs in any number format. With ``leaves`` those of ``uncovered``
+    applied. ``faults``: those that the EP needs in any number format. With ``leaves`` the ``nodes``
     become such that the EP leaves them to the CPU.
     """
 
     model: Model
     before: Prepared
-    uncovered: tuple[str, ...] | None
+    nodes: tuple[str, ...] | None
     folder: str
     simplify: bool
     tolerance: Tolerance | None = None

@@ -111,8 +111,8 @@ class _RewriteSession:
         operators, kept = None, frozenset[str]()
         if not request.corrections:
             nodes = [*graph.nodes(model.graph)]
-            if request.uncovered is not None:
-                kept = frozenset(node.name for node in nodes).difference(request.uncovered)
+            if request.nodes is not None:
+                kept = frozenset(node.name for node in nodes).difference(request.nodes)
             operators = frozenset(graph.operator(node) for node in nodes if node.name not in kept)
         reference = request.before.reference
         expected = None if reference is None else read_reference(reference)
