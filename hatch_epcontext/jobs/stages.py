@@ -175,6 +175,7 @@ def _rewritten(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """[Rewrites](#rewrites) of these nodes, in up to three rounds."""
     last = own[-1] if own else form.covering
     if len(own) == 1 and last.stopped_in == "change" and form.covering.stop:
+        # No rewrite is for the nodes that the EP names: others may be the cause.
         return form.covering.recipe.with_change("rewrite", None)
     return last.recipe_with("rewrite") if last.may_improve else None
 
@@ -187,6 +188,7 @@ def _unrolled(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
         return form.covering.recipe_with("unroll")
     kinds = [attempt.recipe.changes[-1].kind for attempt in own]
     if own[-1].stopped_in == "change" and kinds[-1] == "rewrite":
+        # No rewrite is for what the last unrolling has left: unroll that too.
         return own[-2].recipe_with("unroll")
     is_last = not own[-1].may_improve or kinds.count("rewrite") == _ROUNDS - 1
     return None if is_last else own[-1].recipe_with("rewrite")

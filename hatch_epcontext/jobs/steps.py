@@ -101,23 +101,20 @@ class Steps:
             if isinstance(prepared, Attempt):
                 return prepared
             seconds = time.monotonic() - start
-            # Hashed and validated when it is complete, and the device is free.
+            # It ends before its device is free, and before what it wrote is hashed.
             compiler: AbstractContextManager[Worker] = contextlib.closing(worker)
             if purpose is not None:
                 # Compilers number what a process compiles, and blobs of QNN contain the numbers.
                 compiler = (
                     contextlib.nullcontext(worker) if optimizes else self.build.workers.process()
                 )
-            dropped = tuple(text for model in prepared for text in model.dropped)
-            declined = tuple(reason for model in prepared for reason in model.declined)
-            attempt = Attempt(recipe, dropped=dropped, declined=declined)
+            attempt = _unfinished(recipe, prepared)
             options = tuple(f"{name} = {value}" for name, value in recipe.options)
-            preparations = tuple(replace(model.preparation, options=options) for model in prepared)
             try:
-                with self.build.device(job.target), compiler as compiling:
-                    reply = self._compile(job, recipe, prepared, folder, compiling)
+                with self.build.device(job.target), compiler as process:
+                    reply = self._compile(job, recipe, prepared, folder, process)
             except BuildError as error:
-                changes = (name for p in preparations for name in (*p.options, *p.rewrites))
+                changes = (name for m in prepared for name in (*options, *m.preparation.rewrites))
                 named = tuple(problem.nodes for problem in error.problems if problem.nodes)
                 stop = replace(
                     _stop("compile", error, recipe),
@@ -126,6 +123,7 @@ class Steps:
                     nodes=named if len(prepared) == len(named) == 1 else None,
                 )
                 return replace(attempt, stop=stop)
+        preparations = tuple(replace(model.preparation, options=options) for model in prepared)
         versions = self.build.versions[job.target.name]
         record = Record(recipe, preparations, reply.contexts, record_files(folder), versions)
         return replace(attempt, record=record, times=Times(seconds, reply.seconds))
@@ -252,9 +250,7 @@ class Steps:
                 return prepare(recipe)
         except BuildError as error:
             return Attempt(recipe, stop=_stop("change", error, recipe))
-        dropped = tuple(text for model in changed for text in model.dropped)
-        declined = tuple(reason for model in changed for reason in model.declined)
-        return Attempt(recipe, stop=Stop("change"), dropped=dropped, declined=declined)
+        return replace(_unfinished(recipe, changed), stop=Stop("change"))
 
     def _simplify(
         self, job: Job, model: Model, recipe: Recipe, worker: Worker | Workers
@@ -360,6 +356,13 @@ def validate_moved(
             return validated
     source = source or prepare()
     return call(replace(request, reference=source.reference, ranges=source.ranges))
+
+
+def _unfinished(recipe: Recipe, models: Sequence[Prepared]) -> Attempt:
+    """The attempt to compile ``models``, with what rewriting says of them, and without an end."""
+    dropped = tuple(text for model in models for text in model.dropped)
+    declined = tuple(reason for model in models for reason in model.declined)
+    return Attempt(recipe, dropped=dropped, declined=declined)
 
 
 def _is_changed(recipe: Recipe, plain: Sequence[Prepared], changed: Sequence[Prepared]) -> bool:
