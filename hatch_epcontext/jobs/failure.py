@@ -141,8 +141,8 @@ def _is_broken(job: Job, cause: Attempt, attempts: Iterable[Attempt]) -> bool:
     stops = (a.stop for a in attempts if a.stop and a.stop.step == "prepare")
     is_broken = any(stop.problems and not stop.is_accident for stop in stops)
     has_simplifiers = job.target.settings.optimization != "none"
-    is_plain = cause.stopped_in == "compile" and cause.recipe.simplifier == "none"
-    return is_broken and has_simplifiers and is_plain
+    is_refused = cause.stopped_in == "compile" and cause.recipe.simplifier == "none"
+    return is_broken and has_simplifiers and is_refused
 
 
 def _with_unrolling(problem: Problem, job: Job, attempts: Iterable[Attempt]) -> Problem:
