@@ -12,15 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hatch_epcontext.errors import (
-    ConfigError,
-    InspectionError,
-    Key,
-    Kind,
-    OutputError,
-    Problem,
-    Setting,
-)
+from hatch_epcontext.errors import InspectionError, Key, Kind, OutputError, Problem, Setting
 from hatch_epcontext.files import (
     FileRecord,
     is_inside,
@@ -40,7 +32,7 @@ from hatch_epcontext.package.manifest import (
     Variant,
     VariantMetadata,
 )
-from hatch_epcontext.package.wheel import OUTPUT, Tree
+from hatch_epcontext.package.wheel import OUTPUT, Tree, output_error
 from hatch_epcontext.serialize import from_plain
 from hatch_epcontext.shipped import METADATA, SOURCE
 from hatch_epcontext.text import MAX_NAMED, listing
@@ -156,17 +148,14 @@ def project_folder(output: PurePosixPath, tree: Tree) -> Path:
         parent = PurePosixPath(path).parent
         if parent.parts and output.is_relative_to(parent):
             return source.parent / output.relative_to(parent)
-    raise ConfigError(
-        Problem.at(
-            OUTPUT,
-            Kind.NO_OUTPUT_PACKAGE,
-            f'an editable install cannot write to "{output}": no package of the project contains it.',
-            "Name a folder in one of the project's packages, of which a single module has none, or skip the "
-            "models in editable installs.",
-            Setting(OUTPUT),
-            Setting(Key() / "editable", "skip"),
-        )
+    message = (
+        f'an editable install cannot write to "{output}": no package of the project contains it.'
     )
+    hint = (
+        "Name a folder in one of the project's packages, of which a single module has none, or skip the "
+        "models in editable installs."
+    )
+    raise output_error(message, hint, Setting(OUTPUT), Setting(Key() / "editable", "skip"))
 
 
 def owned_paths(output: PurePosixPath, folder: Path) -> frozenset[str]:

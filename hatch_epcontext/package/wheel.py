@@ -127,10 +127,13 @@ def output_folder(configured: PurePosixPath | None, tree: Tree) -> PurePosixPath
         )
         message = f"the key is missing, and the wheel has {packages}."
         hint = 'Name a folder for the models in the wheel, such as "my_app/epcontext".'
-        raise ConfigError(
-            Problem.at(OUTPUT, Kind.NO_OUTPUT_PACKAGE, message, hint, Setting(OUTPUT))
-        )
+        raise output_error(message, hint, Setting(OUTPUT))
     return PurePosixPath(outermost[0], FOLDER)
+
+
+def output_error(message: str, hint: str, *settings: Setting) -> ConfigError:
+    """The error of a folder that the package cannot have."""
+    return ConfigError(Problem.at(OUTPUT, Kind.NO_OUTPUT_PACKAGE, message, hint, *settings))
 
 
 def import_packages(tree: Tree) -> set[PurePosixPath]:
@@ -156,9 +159,7 @@ def check_collisions(output: PurePosixPath, tree: Tree, own: frozenset[str]) -> 
             f'the project has files of its own in "{output}": {listing(collisions, MAX_NAMED)}.'
         )
         hint = "Choose a folder that has only the models."
-        raise ConfigError(
-            Problem.at(OUTPUT, Kind.NO_OUTPUT_PACKAGE, message, hint, Setting(OUTPUT, folder))
-        )
+        raise output_error(message, hint, Setting(OUTPUT, folder))
 
 
 def tag(config: Config) -> str | None:
