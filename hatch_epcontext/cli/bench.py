@@ -147,7 +147,8 @@ def command(
     if plot is not None:
         draw(openings, f"{names.popitem()[0]}: {pairs(versions)}", plot)
     if as_json:
-        report = {"versions": versions, "openings": [_as_json(opening) for opening in openings]}
+        listed = [{**to_plain(o), "latency": _latency(o) or None} for o in openings]
+        report = {"versions": versions, "openings": listed}
         click.echo(json.dumps(report, indent=2))
     else:
         show_table(_COLUMNS, map(_row, openings))
@@ -253,10 +254,6 @@ def _latency(opening: Opening) -> dict[str, float]:
 
 
 _SHARES = {"p95": 0.95, "p99": 0.99}
-
-
-def _as_json(opening: Opening) -> dict[str, Any]:
-    return {**to_plain(opening), "latency": _latency(opening) or None}
 
 
 def draw(openings: Sequence[Opening], title: str, path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import helper
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Arrays, Numbers
@@ -268,9 +268,7 @@ def _rest_of(model: onnx.ModelProto, scope: Scope) -> Rest | None:
     rest.CopyFrom(model)
     ends = {value.name: value for value in outputs}
     extract(rest, part, ends | {name: helper.make_value_info(name, types[name]) for name in read})
-    is_apart = any(
-        tensor.data_location == TensorProto.EXTERNAL for tensor in graph.stored_tensors(rest.graph)
-    )
+    is_apart = any(map(graph.is_external, graph.stored_tensors(rest.graph)))
     if is_apart or rest.ByteSize() > _MAX_REST:
         return None
     shapes = tuple(name for name in read if not scope.varies([name]))

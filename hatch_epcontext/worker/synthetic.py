@@ -291,10 +291,6 @@ def _clouds(height: int, width: int, rng: np.random.Generator) -> Numbers:
     return np.asarray(clouds / max(clouds.max(), 1e-9))
 
 
-def _checkers(height: int, width: int, rng: np.random.Generator) -> Numbers:
-    return np.asarray(np.indices((height, width)).sum(0) // 8 % 2, np.float64)
-
-
 def _flat(share: float) -> _Picture:
     return lambda shape, rng: np.full(shape, share)
 
@@ -303,7 +299,9 @@ _PICTURES: Mapping[str, _Picture] = {
     "random": lambda shape, rng: rng.uniform(size=shape),
     "clouds": _in_plane(_clouds),
     "black": _flat(0.0),
-    "checkers": _in_plane(_checkers),
+    "checkers": _in_plane(
+        lambda height, width, rng: (np.indices((height, width)).sum(0) // 8 % 2).astype(float)
+    ),
     "text": _in_plane(lambda height, width, rng: (rng.random((height, width)) > 0.1).astype(float)),
     "gradient": _in_plane(
         lambda height, width, rng: np.broadcast_to(np.linspace(0, 1, width), (height, width))
@@ -352,10 +350,6 @@ def _special(count: int, size: int, rng: np.random.Generator) -> Iterable[float]
     return ids
 
 
-def _padded(count: int, size: int, rng: np.random.Generator) -> Iterable[float]:
-    return np.where(np.arange(count) < count - count // 2, rng.integers(0, size, count), 0)
-
-
 def _sparse(count: int, size: int, rng: np.random.Generator) -> Iterable[float]:
     """Zeros with a few others, as in recordings of silence and pictures."""
     return np.where(rng.random(count) < 1 / 32, rng.integers(0, size, count), 0)
@@ -372,7 +366,9 @@ def _all(index: int) -> _Ids:
 _IDS: Mapping[str, _Ids] = {
     "random": _random_ids,
     "special": _listed(_special),
-    "padded": _listed(_padded),
+    "padded": _listed(
+        lambda count, size, rng: rng.integers(0, size, count) * (_times(count) < count - count // 2)
+    ),
     "sparse": _listed(_sparse),
     "ascending": _listed(lambda count, size, rng: np.arange(count)),
     "zipf": _listed(lambda count, size, rng: np.minimum(rng.zipf(1.5, count), size - 1)),

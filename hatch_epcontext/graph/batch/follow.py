@@ -170,10 +170,8 @@ class _Follower:
         results: dict[str, Batch] = {}
         for name, *values in zip(node.output, *(body.output for body in bodies), strict=True):
             batches = {self.batches.get(value.name) for value in values}
-            if (
-                len(sizes := {self.sizes(value.name) for value in values}) == 1
-                and None not in sizes
-            ):
+            sizes = {self.sizes(value.name) for value in values}
+            if len(sizes) == 1 and None not in sizes:
                 self.types[name] = self.types[values[0].name]
             if len(values) == 1 and values[0].name in self.numbers:
                 self.numbers[name] = self.numbers[values[0].name]
@@ -241,9 +239,7 @@ class _Follower:
         """Let ``name`` be one of its parts along ``axis``; return how many there are."""
         (sizes,), batch = self._shapes([name]), self.batches.get(name)
         axis %= len(sizes)
-        elem_type = self.types[name].tensor_type.elem_type
-        self._sizes[name] = sizes[:axis] + sizes[axis + 1 :]
-        self.types[name] = helper.make_tensor_type_proto(elem_type, self._sizes[name])
+        self._set_sizes(name, sizes[:axis] + sizes[axis + 1 :])
         if batch is not None and batch is not MIXED:
             is_axis = batch.axis == axis
             shifted = replace(batch, axis=batch.axis - (axis < batch.axis))
@@ -254,11 +250,13 @@ class _Follower:
         """Let ``name`` be several of it along the new ``axis``."""
         (sizes,), batch = self._shapes([name]), self.batches.get(name)
         axis %= len(sizes) + 1
-        elem_type = self.types[name].tensor_type.elem_type
-        self._sizes[name] = (*sizes[:axis], size, *sizes[axis:])
-        self.types[name] = helper.make_tensor_type_proto(elem_type, self._sizes[name])
+        self._set_sizes(name, (*sizes[:axis], size, *sizes[axis:]))
         if batch is not None and batch is not MIXED:
             self.batches[name] = replace(batch, axis=batch.axis + (axis <= batch.axis))
+
+    def _set_sizes(self, name: str, sizes: Sizes) -> None:
+        elem_type = self.types[name].tensor_type.elem_type
+        self._sizes[name], self.types[name] = sizes, helper.make_tensor_type_proto(elem_type, sizes)
 
     def _shapes(self, names: Sequence[str]) -> list[Sizes]:
         """The shapes of values. Raises ValueError if a rank is unknown."""

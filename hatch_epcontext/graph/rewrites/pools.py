@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -140,24 +140,18 @@ def _windows(
     kernel = graph.attribute(node, "kernel_shape", [])
     strides = graph.attribute(node, "strides", [1] * count)
     dilations = graph.attribute(node, "dilations", [1] * count)
-    pads = [*graph.attribute(node, "pads", [0] * 2 * count)]
-    auto = graph.text(node, "auto_pad")
-    for index in range(count):
-        covered = (
-            (result[index + 2] - 1) * strides[index] + (kernel[index] - 1) * dilations[index] + 1
-        )
-        padding = max(0, covered - shape[index + 2])
-        if auto == "SAME_UPPER":
-            pads[index], pads[count + index] = padding // 2, padding - padding // 2
-        elif auto == "SAME_LOWER":
-            pads[index], pads[count + index] = padding - padding // 2, padding // 2
-    return tuple(
-        _Window(
-            index + 2, shape[index + 2], result[index + 2], kernel[index], strides[index],
-            dilations[index], pads[index], pads[count + index],
-        )
-        for index in range(count)
-    )  # fmt: skip
+    pads = graph.attribute(node, "pads", [0] * 2 * count)
+    auto, windows = graph.text(node, "auto_pad"), list[_Window]()
+    facts = (shape[2:], result[2:], kernel, strides, dilations, pads[:count], pads[count:])
+    for axis, numbers in enumerate(zip(*facts, strict=True), start=2):
+        window = _Window(axis, *numbers)
+        if auto.startswith("SAME"):
+            padding = max(0, window.last - window.size)
+            less, more = padding // 2, padding - padding // 2
+            before, after = (less, more) if auto == "SAME_UPPER" else (more, less)
+            window = replace(window, before=before, after=after)
+        windows.append(window)
+    return tuple(windows)
 
 
 def _padded(

@@ -239,9 +239,6 @@ class _Powers:
         total = self.square(node, operands)
         return total and self.root(node, [total])
 
-    def keep(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
-        return operands[0]
-
     def join(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         """Values of several operands; constants are limits."""
         kept = [operand for operand in operands if operand.inputs]
@@ -273,9 +270,6 @@ class _Powers:
         rising = node.op_type == "Relu" and operands[0].rising
         return replace(operands[0], positive=True, rising=rising)
 
-    def negate(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
-        return replace(operands[0], positive=False, rising=False)
-
     def combine(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         """Sums of products with weights, or of two values with each other."""
         one, other = operands[:2]
@@ -286,12 +280,10 @@ class _Powers:
 
 _Rule = Callable[[_Powers, onnx.NodeProto, Sequence[_Sum]], "_Sum | None"]
 
-_KEEPING = frozenset({"Cast", "Clip", "CumSum"})
-
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(
-        operators.MOVES | operators.EXTREMES | _KEEPING,
-        _Powers.keep,
+        operators.MOVES | operators.EXTREMES | {"Cast", "Clip", "CumSum"},
+        lambda powers, node, operands: operands[0],
     ),
     **dict.fromkeys(operators.MEANS | {"ReduceSum"}, _Powers.reduce),
     **dict.fromkeys(("Add", "Sub"), _Powers.sum),
@@ -301,7 +293,7 @@ _RULES: Mapping[str, _Rule] = {
     "Div": _Powers.divide,
     "Log": _Powers.logarithm,
     "Mul": _Powers.multiply,
-    "Neg": _Powers.negate,
+    "Neg": lambda powers, node, operands: replace(operands[0], positive=False, rising=False),
     "Pow": _Powers.power,
     "ReduceL2": _Powers.norm,
     "ReduceProd": _Powers.product,

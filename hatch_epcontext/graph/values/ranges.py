@@ -142,13 +142,8 @@ def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[Tenso
     low, high = math.ceil(known.low - 1e-6), math.floor(known.high + 1e-6)
     low, high = _both((low, max(low, high)), (lowest, highest)) or (lowest, highest)
     usual = None if known.usual is None else float(round(known.usual))
-    loose = {bound.kind for bound in reached} <= {
-        "choice",
-        "clip",
-        "member",
-        "image",
-        "turn",
-    } and usual is None
+    kinds = {bound.kind for bound in reached}
+    loose = usual is None and kinds <= {"choice", "clip", "member", "image", "turn"}
     return Range(float(low), float(high), True, usual, whole=True, loose=loose)
 
 
