@@ -358,6 +358,17 @@ def symlink_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
+def put_files(
+    names: Iterable[str], source: Path, folder: Path, copy: Callable[..., object] = link_or_copy
+) -> None:
+    """Put the files ``names``, which are in ``source``, into ``folder``, as links, unless they are there."""
+    for name in names:
+        target = folder / name
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy((source / name).resolve(), target)
+
+
 def mentions(path: Path, words: Iterable[str]) -> bool:
     """Whether the file at ``path``, if there is one, contains one of ``words``."""
     import mmap  # Imported here: few builds need it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -17,7 +17,6 @@ from hatch_epcontext.files import (
     is_inside,
     is_lfs_pointer,
     is_missing,
-    link_or_copy,
     too_large,
     unreadable,
 )
@@ -101,17 +100,6 @@ def save_whole(model: onnx.ModelProto, path: Path, *, apart: bool = False) -> tu
     onnx.save(model, path, save_as_external_data=True, location=data.name)
     # Small tensors stay in the model.
     return (path.name, data.name) if data.exists() else (path.name,)
-
-
-def put_data(
-    names: Iterable[str], source: Path, folder: Path, copy: Callable[..., object] = link_or_copy
-) -> None:
-    """Put the files ``names`` of external data, which are in ``source``, into ``folder``, as links."""
-    for name in names:
-        target = folder / name
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            copy((source / name).resolve(), target)
 
 
 def stays_inside(path: Path, location: str) -> bool:

@@ -13,7 +13,7 @@ import hatch_epcontext
 from hatch_epcontext.cache.build import changed_error
 from hatch_epcontext.config.genai_config import tokenizer_files
 from hatch_epcontext.config.settings import Model
-from hatch_epcontext.files import FileRecord, link_or_copy, record_file, symlink_or_copy
+from hatch_epcontext.files import FileRecord, link_or_copy, put_files, record_file, symlink_or_copy
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import PACKAGE, Result, Source
 from hatch_epcontext.jobs.genai import overlays
@@ -174,15 +174,9 @@ def _copy_source(
     source: Source, folder: Path, shipped: str, records: Mapping[str, FileRecord]
 ) -> dict[str, FileRecord]:
     """Put the source's files with ``records`` into ``shipped`` of the package; returns the records there."""
-    files = {}
-    for name, recorded in records.items():
-        target = folder / shipped / name
-        if not target.exists():
-            # Other models may have the same files.
-            target.parent.mkdir(parents=True, exist_ok=True)
-            symlink_or_copy((source.model.path.parent / name).resolve(), target)
-        files[f"{shipped}/{name}"] = recorded
-    return files
+    # Other models may have the same files.
+    put_files(records, source.model.path.parent, folder / shipped, symlink_or_copy)
+    return {f"{shipped}/{name}": recorded for name, recorded in records.items()}
 
 
 def _ships_source(model: Model, result: Result) -> bool:

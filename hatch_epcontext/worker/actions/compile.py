@@ -15,9 +15,9 @@ import onnx
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Kind, ModelError, Problem, Setting, UnavailableError
-from hatch_epcontext.files import file_sha256, link_or_copy
+from hatch_epcontext.files import file_sha256, link_or_copy, put_files
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.external import external_data, put_data
+from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.reading import load
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.shipped import PREPARED
@@ -88,7 +88,7 @@ def _add_prepared(path: Path, model: Model, folder: Path) -> None:
     """Put the prepared model at ``path``, with its external data, into ``folder``."""
     onnx_model = onnx.load(path, load_external_data=False)
     folder.mkdir(exist_ok=True)
-    put_data(data_of(onnx_model, path, model.key), path.parent, folder)
+    put_files(data_of(onnx_model, path, model.key), path.parent, folder)
     _finish(onnx_model, model, folder / f"{model.name}.onnx")
 
 

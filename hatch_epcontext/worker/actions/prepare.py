@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.files import link_or_copy
+from hatch_epcontext.files import link_or_copy, put_files
 from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.constants import fold_constants, has_constants
@@ -217,7 +217,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto
     moves = bool(data) and move_weights(onnx_model)
     # onnx, with which the quantizer reads the model, rejects external data with several hard links.
     copy = shutil.copyfile if request.quantize is not None or moves else link_or_copy
-    external.put_data(data, source.parent, folder, copy)
+    put_files(data, source.parent, folder, copy)
     check_ranges(map(graph.facts, graph.inputs(onnx_model.graph)), model)
     fix_inputs(onnx_model, model)
     graph.infer_anew(onnx_model, lambda model, names: types_of_runtime(model, source, names))

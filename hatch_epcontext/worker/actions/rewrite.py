@@ -13,9 +13,9 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, EpcontextError
+from hatch_epcontext.files import put_files
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import TooManyNodesError
-from hatch_epcontext.graph.external import put_data
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS, unrolls
 from hatch_epcontext.graph.rewrites.loops import leave_to_cpu
@@ -257,7 +257,7 @@ class _RewriteSession:
     def _save(self, model: onnx.ModelProto, path: Path, source: Path) -> Path:
         """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""
         names = data_of(model, source / path.name, self.request.model.key)
-        put_data(names, source, path.parent)
+        put_files(names, source, path.parent)
         graph.name_nodes(model.graph)
         onnx.save(model, path)
         return path
