@@ -135,8 +135,6 @@ def open_folders(build: Build, *, only_known: bool) -> Iterator[str]:
     Yields a line for what was not opened, and for what is shipped and not compiled. Raises ModelError for
     folders that are damaged or do not run on the CPU. With ``only_known`` it opens none.
     """
-    from hatch_epcontext.worker.requests import OpenFolderRequest
-
     for source in build.sources.values():
         model, genai = source.model, source.model.genai
         if genai is None or model.is_stage:
@@ -148,6 +146,9 @@ def open_folders(build: Build, *, only_known: bool) -> Iterator[str]:
         key = value_sha256(["opened", CACHE_FORMAT, genai.plain_overlay, files, model.fallback])
         line = build.cache.get("facts", key, str)
         if line is None:
+            # Imported here: a build that finds everything in the cache makes no requests.
+            from hatch_epcontext.worker.requests import OpenFolderRequest
+
             folder, scratch = str(model.path.parent), build.scratch("open")
             runs = model.fallback != "none"
             request = OpenFolderRequest(folder, tuple(files), genai, model.key, runs)

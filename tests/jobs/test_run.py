@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,6 +54,15 @@ chip = "snapdragon-x-elite"
 """
 
 CPU = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
+
+
+def test_a_build_from_the_cache_does_not_even_import_requests(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(CPU)
+    monkeypatch.delitem(sys.modules, "hatch_epcontext.worker.requests")
+    assert run(CPU).built[0].cached
+    assert "hatch_epcontext.worker.requests" not in sys.modules
 
 
 @needs_qnn
