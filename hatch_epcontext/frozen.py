@@ -7,6 +7,8 @@ classes share the methods. Type checkers ensure that they are frozen.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,37 @@ else:
         assert frozen
 
         def define(cls: type[Any]) -> type[Any]:
+            # In annotations that are text Python looks for markers such as ClassVar, half of its time.
+            annotations = vars(cls).get("__annotations__", {})
+            cls.__annotations__ = dict.fromkeys(annotations, object)
             defined = dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
+            cls.__annotations__ = annotations
+            for name, annotation in annotations.items():
+                defined.__dataclass_fields__[name].type = annotation
             defined.__init__, defined.__repr__ = _init, _repr
             defined.__eq__, defined.__hash__ = _eq, _hash
             defined._fields = _Fields(defined)
             return defined
 
         return define
+
+
+def types_of(cls: type[Any]) -> dict[str, Any]:
+    """The types of the fields of a dataclass, as `typing.get_type_hints`, which takes three times as long."""
+    modules = {
+        name: base.__module__
+        for base in reversed(cls.__mro__)
+        for name in vars(base).get("__annotations__", ())
+    }
+    return {
+        item.name: _evaluated(str(item.type), modules[item.name])
+        for item in dataclasses.fields(cls)
+    }
+
+
+@functools.cache
+def _evaluated(annotation: str, module: str) -> Any:
+    return eval(annotation, vars(sys.modules[module]))  # noqa: S307, our own text
 
 
 def _init(self: Any, *values: Any, **named: Any) -> None:

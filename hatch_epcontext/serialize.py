@@ -14,9 +14,10 @@ import types
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from hatch_epcontext.errors import Diagnosed, Key, Kind, Problem
+from hatch_epcontext.frozen import types_of
 from hatch_epcontext.text import show, suggestion, toml_key
 
 T = TypeVar("T")
@@ -110,11 +111,11 @@ def _schema(type_: Any, *, is_toml: bool) -> _Schema:
 
 @functools.cache
 def _dataclass_schema(type_: type[Any], is_toml: bool) -> _Schema:
-    hints, missing = get_type_hints(type_), dataclasses.MISSING
+    types_, missing = types_of(type_), dataclasses.MISSING
     parts = {
         toml_key(field.name) if is_toml else field.name: (
             field.name,
-            _schema(hints[field.name], is_toml=is_toml),
+            _schema(types_[field.name], is_toml=is_toml),
             field.default is field.default_factory is missing,
         )
         for field in dataclasses.fields(type_)

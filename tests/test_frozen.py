@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
-from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.config.settings import Config
+from hatch_epcontext.config.tables import RootTable
+from hatch_epcontext.frozen import dataclass, types_of
+from hatch_epcontext.jobs.search import Search
+from hatch_epcontext.worker.requests import ValidateRequest
 
 
 @dataclass(frozen=True)
@@ -52,3 +56,21 @@ def test_what_is_not_shown_is_not_in_the_text() -> None:
 def test_wrong_fields_are_refused(values: tuple[Any, ...], given: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
         Named(*values, **given)
+
+
+def test_fields_keep_their_annotations() -> None:
+    annotations = {item.name: item.type for item in dataclasses.fields(Named)}
+    assert annotations == {
+        "name": "str",
+        "sizes": "tuple[int, ...]",
+        "note": "str",
+        "key": "str",
+        "other": "int",
+    }
+    assert Named.__annotations__ == {"other": "int"}
+
+
+@pytest.mark.parametrize("cls", [Named, RootTable, Config, Search, ValidateRequest])
+def test_the_types_of_fields_are_those_that_typing_reads(cls: type[Any]) -> None:
+    hints = get_type_hints(cls)
+    assert types_of(cls) == {item.name: hints[item.name] for item in dataclasses.fields(cls)}

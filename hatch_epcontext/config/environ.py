@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from hatch_epcontext.config.location import PRIVATE, key_bytes
 from hatch_epcontext.config.tables import (
@@ -24,7 +24,7 @@ from hatch_epcontext.config.tables import (
     readable_by,
 )
 from hatch_epcontext.errors import ConfigError, Diagnosed, Kind, Problem, collect
-from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.frozen import dataclass, types_of
 from hatch_epcontext.serialize import from_text
 from hatch_epcontext.text import hide_url_credentials, show, suggestion, toml_key
 
@@ -219,9 +219,9 @@ def reason_to_skip() -> str | None:
 
 def _variables(table: type[Any], name: str = "") -> Mapping[str, Variable]:
     """The variables for the keys of ``table``, which is the table ``name`` of the configuration."""
-    hints = get_type_hints(table)
+    types = types_of(table)
     return {
-        key.name.upper(): Variable(key, hints[key.name], name)
+        key.name.upper(): Variable(key, types[key.name], name)
         for key in dataclasses.fields(table)
         if key.metadata and declaration_of(key).has_variable
     }
