@@ -34,9 +34,7 @@ _OURS = frozenset(
 )
 """The system's errors that may be the program's fault."""
 
-_FULL_IN_WORDS = re.compile(
-    r"no space left on device|disk quota exceeded|not enough space on the disk", re.IGNORECASE
-)
+_FULL_IN_WORDS = r"(?i)no space left on device|disk quota exceeded|not enough space on the disk"
 
 _NO_ROOM = 64 << 10
 """Bytes below which a file system counts as full: libraries that fail to write rarely report the reason."""
@@ -79,7 +77,7 @@ def system_problem(
     written = folder or (Path(path).absolute().parent if path else Path.cwd())
     doing = f" while {what} was written" if what else ""
     message = f"{reason}{doing}: {path or written}."
-    full = error.errno in _FULL or _FULL_IN_WORDS.search(reason) is not None
+    full = error.errno in _FULL or re.search(_FULL_IN_WORDS, reason) is not None
     if full:
         message += f"\n{_room(written)}"
     advice = _advice(written, full=full)
@@ -104,7 +102,7 @@ def _path_and_reason(error: OSError) -> tuple[str, str]:
 def reason_not_written(error: OSError, folder: Path) -> str:
     """Why ``folder`` cannot be written, in one line; with the free space if its file system is full."""
     _, reason = _path_and_reason(error)
-    full = error.errno in _FULL or _FULL_IN_WORDS.search(reason)
+    full = error.errno in _FULL or re.search(_FULL_IN_WORDS, reason)
     return f"{reason}. {_room(folder)}" if full else reason
 
 
@@ -135,7 +133,7 @@ def full_disk_problem(folder: Path, location: str, output: str) -> Problem | Non
     """The problem if ``folder``, in which a worker failed with this ``output``, is full; else None."""
     with contextlib.suppress(OSError):
         has_room = shutil.disk_usage(folder).free >= _NO_ROOM
-        if has_room and not _FULL_IN_WORDS.search(output):
+        if has_room and not re.search(_FULL_IN_WORDS, output):
             return None
     message = f"No space left on device while the worker wrote: {folder}.\n{_room(folder)}"
     return Problem(Kind.SYSTEM_ERROR, location, message, _advice(folder, full=True))

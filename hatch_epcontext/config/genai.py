@@ -43,10 +43,10 @@ _TEXT_TYPES = frozenset(
 )
 """The values of ``model.type`` with which onnxruntime-genai 0.18 answers text with text."""
 
-_LIBRARY = re.compile(r"\.(dll|dylib|so|pyd|exe)(?!\w)", re.IGNORECASE)
+_LIBRARY = r"(?i)\.(dll|dylib|so|pyd|exe)(?!\w)"
 """In a text that names a library, also with a version, in a list of paths, or with what Windows ignores."""
 
-_LOADED = re.compile("backend_path|lib_path|librar|op_packages", re.IGNORECASE)
+_LOADED = "(?i)backend_path|lib_path|librar|op_packages"
 """In a key whose value is loaded as a library, whatever its name."""
 
 _CACHE = ("batch", "heads", "slots", "head size")
@@ -237,14 +237,14 @@ def _libraries(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         value, dotted, is_loaded = values.pop()
         if isinstance(value, dict):
             keys = {name: f"{dotted}.{name}".lstrip(".") for name in value}
-            yield from ((key, name) for name, key in keys.items() if _LIBRARY.search(name))
+            yield from ((key, name) for name, key in keys.items() if re.search(_LIBRARY, name))
             values += (
-                (inner, keys[name], is_loaded or bool(_LOADED.search(name)))
+                (inner, keys[name], is_loaded or bool(re.search(_LOADED, name)))
                 for name, inner in value.items()
             )
         elif isinstance(value, list):
             values += ((inner, dotted, is_loaded) for inner in value)
-        elif isinstance(value, str) and (_LIBRARY.search(value) or (is_loaded and value)):
+        elif isinstance(value, str) and (re.search(_LIBRARY, value) or (is_loaded and value)):
             yield dotted, value
 
 

@@ -26,14 +26,14 @@ HUB = "https://huggingface.co"
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
-_COMMIT = re.compile("[0-9a-f]{40}")
+_COMMIT = "[0-9a-f]{40}"
 
-_HUB_FILE = re.compile(
+_HUB_FILE = (
     rf"(?:hf://|{HUB}/)(?!(?:datasets|spaces|models)/)(?P<repo>{HUB_REPO})"
     r"(?:(?:@|/(?:blob|resolve|raw)/)(?P<revision>[^/\s?#@]+))?/(?P<path>[^?#@]+)(?:\?download=true)?"
 )
 
-_NO_REVISION = re.compile(
+_NO_REVISION = (
     r"[\x00-\x20\x7f~^:?*\[\\\ud800-\udfff]|\.\.|@\{|//|(?:^|/)\.|\.(?:lock/|lock$|$)|^/|/$|^@$"
 )
 """What no name of a branch or a tag has. Source: ``git check-ref-format``."""
@@ -54,7 +54,7 @@ class HubFile:
     @property
     def is_pinned(self) -> bool:
         """Whether the revision is a whole commit, which never changes."""
-        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+        return self.revision is not None and re.fullmatch(_COMMIT, self.revision) is not None
 
     def __str__(self) -> str:
         revision = "" if self.revision is None else f"@{quote(self.revision, safe='')}"
@@ -95,14 +95,16 @@ def beside(url: str, name: str) -> str:
 
 def hub_file(url: str) -> HubFile | None:
     """The file that ``url`` names in the hub's grammar, or as the link of its page; None for others."""
-    if (match := _HUB_FILE.fullmatch(url)) is None:
+    if (match := re.fullmatch(_HUB_FILE, url)) is None:
         return None
     path = match["path"] if url.startswith("hf://") else unquote(match["path"])
     revision = match["revision"] and unquote(match["revision"])
     # Servers may decode them once more.
     if not all(map(is_portable, (path, unquote(path)))):
         return None
-    if revision is not None and any(map(_NO_REVISION.search, (revision, unquote(revision)))):
+    if revision is not None and any(
+        re.search(_NO_REVISION, text) for text in (revision, unquote(revision))
+    ):
         return None
     return HubFile(match["repo"], revision, path)
 

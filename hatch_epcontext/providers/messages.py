@@ -23,14 +23,14 @@ _SUPPLIERS = {
 }
 """For each product the starts of the names of its libraries, without ``lib``."""
 
-_MISSING = re.compile(
-    r"(?<![^\s/\\\"'])(?P<name>[^\s/\\\"']+\.so[.\d]*): cannot open shared object file"
+_MISSING = (
+    r"(?i)(?<![^\s/\\\"'])(?P<name>[^\s/\\\"']+\.so[.\d]*): cannot open shared object file"
     # Windows names the library that is loaded, even if a library that it needs is missing.
     r"|\b(?:error|code):? 126\b.{0,999}?(?P<dll>[^\s/\\\"']{1,255}\.dll)\b"
     # So does Python.
-    r"|Could not find module '(?:[^']*[/\\])?(?P<module>[^'/\\]+)' \(or one of its dependencies\)",
-    re.IGNORECASE,
+    r"|Could not find module '(?:[^']*[/\\])?(?P<module>[^'/\\]+)' \(or one of its dependencies\)"
 )
+"""Of texts, which `re` compiles when they are used: few builds read errors."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def missing(message: str) -> MissingLibrary | None:
 
     None for any other message.
     """
-    match = _MISSING.search(message)
+    match = re.search(_MISSING, message)
     if match is None:
         return None
     name = match["name"] or match["dll"] or match["module"]
@@ -71,27 +71,25 @@ def missing(message: str) -> MissingLibrary | None:
     return MissingLibrary(noun, advice, is_driver)
 
 
-_BENIGN = re.compile(
-    "|".join(
-        (
-            # QNN, except on Windows for Arm.
-            r"File mapped weights feature is only available",
-            # An EP for another version of ONNX Runtime.
-            r"EPContext encryption config unavailable",
-            # The C library that QNN's simulator contains.
-            r"# ?LIBNATIVE: No alternate configuration",
-            # Whenever nodes are left to the CPU.
-            r"Unable to get producer node for OrtValueInfo",
-            r"Some nodes were not assigned to the preferred execution providers",
-            r"Rerunning with verbose output on a non-minimal build",
-            # Exporters write such models.
-            r"appears in graph inputs and will not be treated as constant value",
-            r"CleanUnusedInitializersAndNodeArgs\] Removing initializer",
-        )
+_BENIGN = "|".join(
+    (
+        # QNN, except on Windows for Arm.
+        r"File mapped weights feature is only available",
+        # An EP for another version of ONNX Runtime.
+        r"EPContext encryption config unavailable",
+        # The C library that QNN's simulator contains.
+        r"# ?LIBNATIVE: No alternate configuration",
+        # Whenever nodes are left to the CPU.
+        r"Unable to get producer node for OrtValueInfo",
+        r"Some nodes were not assigned to the preferred execution providers",
+        r"Rerunning with verbose output on a non-minimal build",
+        # Exporters write such models.
+        r"appears in graph inputs and will not be treated as constant value",
+        r"CleanUnusedInitializersAndNodeArgs\] Removing initializer",
     )
 )
 
 
 def is_benign(line: str) -> bool:
     """Whether a line of a log is one that clean runs print too: it explains no failure."""
-    return _BENIGN.search(line) is not None
+    return re.search(_BENIGN, line) is not None

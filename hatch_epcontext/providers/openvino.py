@@ -26,9 +26,9 @@ def _facts(compatibility: str) -> Mapping[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-_NOT_CONVERTED = re.compile(
-    r"While validating ONNX node '<Node\((?P<op>\w+)\): (?P<name>.*?)>':(?P<reason>.*?)(?:\n\s*\n|$)",
-    re.DOTALL,
+_NOT_CONVERTED = (
+    r"(?s)While validating ONNX node '<Node\((?P<op>\w+)\): (?P<name>.*?)>':"
+    r"(?P<reason>.*?)(?:\n\s*\n|$)"
 )
 
 
@@ -90,7 +90,7 @@ class OpenVINO(Provider):
 
     def error_in_words(self, message: str) -> str | None:
         """Read an error of the frontend that converts ONNX models, which names a node by its first output."""
-        if (match := _NOT_CONVERTED.search(message)) is None:
+        if (match := re.search(_NOT_CONVERTED, message)) is None:
             return None
         # The last line has the reason, and those before it the checks that failed.
         lines = [line.strip() for line in match["reason"].splitlines() if line.strip()]

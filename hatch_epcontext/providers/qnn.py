@@ -92,10 +92,7 @@ def _is_set(value: str) -> bool:
 
 
 _NODE = r"Operator type: \S{1,999} Node name: (.{0,999}?) Node index: \d+\n"
-_REFUSED = re.compile(
-    rf"Validation FAILED for [^\n]*\n((?:[ \t]*{_NODE.replace('(', '(?:')})+)[ \t]*REASON : ([^\n]*)"
-)
-_NAME = re.compile(_NODE)
+_REFUSED = rf"Validation FAILED for [^\n]*\n((?:[ \t]*{_NODE.replace('(', '(?:')})+)[ \t]*REASON : ([^\n]*)"
 
 _WORDS = (
     (
@@ -469,8 +466,8 @@ class Qnn(Provider):
         """Read the results of ``LogNodeSupport``: the nodes of each refused unit, and the reason."""
         return {
             name: _in_words(reason)
-            for nodes, reason in _REFUSED.findall(log)
-            for name in _NAME.findall(nodes)
+            for nodes, reason in re.findall(_REFUSED, log)
+            for name in re.findall(_NODE, nodes)
             if name
         }
 

@@ -43,7 +43,7 @@ _TAIL_BYTES = 64 << 10
 _MAX_LINE = 2000
 """The most characters that are shown of a line of a log."""
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOUR = r"\x1b\[[0-9;]*m"
 
 
 class WorkerLog:
@@ -109,10 +109,10 @@ class WorkerLog:
     def _shown(self, line: bytes) -> str:
         text = line.decode("utf-8", "replace")[:_MAX_LINE]
         # ONNX Runtime writes colours even to a file.
-        return printable(_COLOUR.sub("", text).rstrip("\r"))
+        return printable(re.sub(_COLOUR, "", text).rstrip("\r"))
 
 
-_ENTRY = re.compile(r"\[([VIWEF]):onnxruntime")
+_ENTRY = r"\[([VIWEF]):onnxruntime"
 """The severity of an entry in ONNX Runtime's log; lines without one belong to the entry before them."""
 
 
@@ -121,16 +121,15 @@ def _relevant(lines: Iterable[str], *, only_errors: bool) -> Iterator[str]:
     for line in lines:
         if is_benign(line):
             continue
-        if only_errors and (entry := _ENTRY.search(line)):
+        if only_errors and (entry := re.search(_ENTRY, line)):
             kept = entry[1] in "EF"
         if kept:
             yield line
 
 
-_NO_MEMORY = re.compile(
-    r"bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena"
-    r"|can't start new thread",
-    re.IGNORECASE,
+_NO_MEMORY = (
+    r"(?i)bad_alloc|bad allocation|MemoryError|allocate memory|failed to allocate|out of memory|bfc_arena"
+    r"|can't start new thread"
 )
 """How Python, C++ and ONNX Runtime report a lack of memory."""
 
@@ -178,7 +177,7 @@ def _by_cause(
     output = f"{problem.message}\n{shown}"
     # Without a limit a log may contain warnings about memory: only the log of a crash counts.
     counts_log = memory_limit or isinstance(error, CrashError)
-    if _NO_MEMORY.search(output if counts_log else problem.message):
+    if re.search(_NO_MEMORY, output if counts_log else problem.message):
         return LimitError(_out_of_memory(problem, memory_limit))
     if problem.kind is Kind.SYSTEM_ERROR:
         return AccidentError(problem)
