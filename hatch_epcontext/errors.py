@@ -325,12 +325,12 @@ class EpcontextError(Exception):
     def located(self: ErrorT, location: str, *targets: str, step: Step | None = None) -> ErrorT:
         """The same error; problems without a location get this one."""
 
-        def placed(problem: Problem) -> Problem:
+        def with_location(problem: Problem) -> Problem:
             if problem.location:
                 return problem
             return replace(problem, location=location, targets=targets, step=problem.step or step)
 
-        return self.changed(placed)
+        return self.changed(with_location)
 
     def changed(self: ErrorT, change: Callable[[Problem], Problem]) -> ErrorT:
         """The same error, with its problems as ``change`` returns them."""
