@@ -63,9 +63,9 @@ class Build:
     day: str = field(default_factory=lambda: datetime.now(timezone.utc).date().isoformat())
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def scratch(self, purpose: str) -> Path:
-        """A new path for files of this ``purpose``."""
-        return self.staging / "scratch" / f"{next(self._numbers)}-{purpose}"
+    def scratch(self, name: str) -> Path:
+        """A new path for a folder of temporary files, which ends with ``name``."""
+        return self.staging / "scratch" / f"{next(self._numbers)}-{name}"
 
     def device(self, target: Target) -> AbstractContextManager[object]:
         """The lock of a step that uses the target's EP: other steps wait if its device is exclusive."""
