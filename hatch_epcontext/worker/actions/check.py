@@ -18,21 +18,11 @@ from hatch_epcontext.graph.facts import Cut, TensorFacts, describe_nodes, freeze
 from hatch_epcontext.graph.parts import cut_around
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
+from hatch_epcontext.worker import source
 from hatch_epcontext.worker.inputs import check_inputs, ignored_inputs, sized
 from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.requests import CheckRequest
 from hatch_epcontext.worker.results import ModelFacts
-from hatch_epcontext.worker.source import (
-    check_ranges,
-    data_of,
-    fix_constants,
-    fix_defaults,
-    fix_open,
-    fix_shapes,
-    open_dimension_message,
-    read_source,
-    unknown_name,
-)
 from hatch_epcontext.worker.states import state_pairs
 
 
@@ -52,18 +42,18 @@ def handle(request: CheckRequest) -> tuple[ModelFacts, ...]:
 
 def _check_model(model: Model) -> ModelFacts:
     announce(f"reading {model.path.name}")
-    onnx_model = read_source(model.path, model.key)
-    data = data_of(onnx_model, model.path, model.key)
+    onnx_model = source.read_source(model.path, model.key)
+    data = source.data_of(onnx_model, model.path, model.key)
     own_inputs = _inputs(onnx_model)
     own_outputs = tuple(map(graph.facts, onnx_model.graph.output))
     ModelError.check(check_caches(model, own_inputs))
     model = with_cache_sizes(model, own_inputs)
-    fix_constants(onnx_model, model)
+    source.fix_constants(onnx_model, model)
     optional = tuple(value.name for value in graph.optional_inputs(onnx_model))
-    fix_defaults(onnx_model)
+    source.fix_defaults(onnx_model)
     open_inputs = _inputs(onnx_model)
     if model.static_shapes:
-        fix_shapes(onnx_model, model)
+        source.fix_shapes(onnx_model, model)
     inputs = _inputs(onnx_model)
     outputs = tuple(map(graph.facts, onnx_model.graph.output))
     no_tensors = [tensor.name for tensor in outputs if tensor.dtype.endswith("_type")]
@@ -90,7 +80,7 @@ def _check_model(model: Model) -> ModelFacts:
     hopeless = [problem for problem in of_nodes if not problem.settings]
     problems += hopeless or outputs_problems or of_nodes
     ModelError.check(problems)
-    check_ranges(map(graph.facts, graph.inputs(onnx_model.graph)), model)
+    source.check_ranges(map(graph.facts, graph.inputs(onnx_model.graph)), model)
     state_pairs(onnx_model, model.validate.states, model.key / "validate" / "states")
     # Before anything is compiled.
     check_inputs(inputs, model, open_inputs)
@@ -223,10 +213,10 @@ def check_fixed(
     tensors = [tensor for tensor in inputs if not tensor.is_fixed]
     if ep is None or not tensors:
         return
-    message, key, hint = open_dimension_message(tensors, ep), model.key, ""
+    message, key, hint = source.open_dimension_message(tensors, ep), model.key, ""
     settings: tuple[Setting, ...] = ()
     if unsized := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:
-        hint, settings = fix_open(unsized, model)
+        hint, settings = source.fix_open(unsized, model)
         key = settings[0].key
     if left_open:
         message += " They are left open because static-shapes is false."
@@ -240,7 +230,7 @@ def _check_profiles(target: Target, inputs: tuple[TensorFacts, ...]) -> Iterator
     for index, profile in enumerate(target.profiles):
         key = target.key_of("profiles") / index
         for name in profile.keys() - by_name.keys():
-            yield unknown_name(key / name, name, "input", list(by_name))
+            yield source.unknown_name(key / name, name, "input", list(by_name))
         for name in sorted(open_inputs - profile.keys()):
             message = (
                 f"the profile has no shapes for the input {name!r}, which has open dimensions "

@@ -11,17 +11,8 @@ import onnxruntime as ort
 from hatch_epcontext.errors import UnavailableError
 from hatch_epcontext.providers import PROVIDERS, MissingLibrary, Plugin, Provider
 from hatch_epcontext.text import listing
+from hatch_epcontext.worker import session
 from hatch_epcontext.worker.requests import Devices, DevicesReply, DevicesRequest, EpDevice, Runtime
-from hatch_epcontext.worker.session import (
-    add_built_in,
-    describe_device,
-    incompatibilities,
-    is_incompatible,
-    library_of,
-    missing_for,
-    preload,
-    register,
-)
 
 
 def handle(request: DevicesRequest) -> DevicesReply:
@@ -42,12 +33,12 @@ def _list_devices(provider: Provider, runtime: Runtime, compatibility: Sequence[
     before = len(ort.get_ep_devices())
     try:
         if provider.plugin is None:
-            add_built_in(ort.SessionOptions(), provider, {})
+            session.add_built_in(ort.SessionOptions(), provider, {})
             # Such an EP does not list its devices before a session is opened.
             return Devices((EpDevice(provider.ep, "", f"{provider.ep} loads"),))
         # As apps do.
-        preload()
-        register(provider.plugin, provider.ep)
+        session.preload()
+        session.register(provider.plugin, provider.ep)
     except UnavailableError as error:
         problem = error.problems[0]
         reason = "\n".join(filter(None, [problem.message, problem.advice()]))
@@ -57,7 +48,7 @@ def _list_devices(provider: Provider, runtime: Runtime, compatibility: Sequence[
     if devices := describe_devices(own, compatibility):
         return Devices(devices, "\n".join(_missing_in_package(provider.plugin)) or None, True)
     needs = [f"It needs {provider.needs}."] if provider.needs else []
-    reasons = [f"{provider.ep} finds no device.", *needs, *incompatibilities(provider.ep)]
+    reasons = [f"{provider.ep} finds no device.", *needs, *session.incompatibilities(provider.ep)]
     return Devices(reason="\n".join(reasons), is_all=True)
 
 
@@ -69,7 +60,7 @@ def describe_devices(
         EpDevice(
             device.ep_name,
             device.device.type.name.lower(),
-            describe_device(device),
+            session.describe_device(device),
             device.device.vendor,
             (device.device.vendor_id, device.device.device_id),
             # Where the library is says nothing of the machine, but who uses it.
@@ -79,7 +70,7 @@ def describe_devices(
                 for name, value in facts.items()
                 if name != "library_path"
             },
-            tuple(text for text in compatibility if is_incompatible([device], text)),
+            tuple(text for text in compatibility if session.is_incompatible([device], text)),
         )
         for device in devices
     )
@@ -92,10 +83,10 @@ def _missing_in_package(plugin: Plugin) -> list[str]:
     are needed only for devices that this machine may lack, and that the EP does not offer then.
     """
     needed: dict[MissingLibrary, list[str]] = {}
-    library = Path(library_of(plugin))
+    library = Path(session.library_of(plugin))
     for path in sorted(library.parent.glob(f"*{library.suffix}")):
         # Not the error of the NPU's own libraries, which are for another processor.
-        for lacking in missing_for(path):
+        for lacking in session.missing_for(path):
             if not lacking.is_driver:
                 needed.setdefault(lacking, []).append(path.name)
     return [
