@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -39,7 +39,7 @@ Cell = Callable[[str, Sequence[str]], list[str]]
 
 @dataclass(frozen=True)
 class _Layer:
-    """A node, its builder, and what all its directions have in common."""
+    """One ``direction`` of a node, with its builder, and with what all its directions have in common."""
 
     node: onnx.NodeProto
     builder: Builder
@@ -47,20 +47,21 @@ class _Layer:
     batch: int
     hidden: int
     directions: int
+    direction: int = 0
 
-    def of_direction(self, index: int, direction: int) -> str:
-        """The part of a weight for ``direction``."""
-        return self.builder.item(self.node.input[index], 0, direction)
+    def of_direction(self, index: int) -> str:
+        """The part of a weight for the direction."""
+        return self.builder.item(self.node.input[index], 0, self.direction)
 
-    def weight(self, index: int, direction: int) -> str:
-        """A weight matrix for ``direction``, with its two dimensions exchanged."""
-        return self.builder.transpose(self.of_direction(index, direction), [1, 0])
+    def weight(self, index: int) -> str:
+        """A weight matrix for the direction, with its two dimensions exchanged."""
+        return self.builder.transpose(self.of_direction(index), [1, 0])
 
-    def state(self, index: int, direction: int) -> str:
-        """The initial state for ``direction`` (batch x hidden), zeros without one."""
+    def state(self, index: int) -> str:
+        """The initial state for the direction (batch x hidden), zeros without one."""
         if not (initial := graph.operand(self.node, index)):
             return self.builder.store(np.zeros((self.batch, self.hidden), self.builder.dtype))
-        return self.builder.item(initial, 0, direction)
+        return self.builder.item(initial, 0, self.direction)
 
     def gate(self, function: Activation, value: str) -> str:
         """``function`` of ``value``, within the bounds that the layer has."""
@@ -150,9 +151,10 @@ def unroll_recurrent(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     within = _within(layer, scope)
     sequences, last = list[list[str]](), list[list[str]]()
     for direction, of_direction in enumerate(functions):
-        run, states, fixed = _PREPARE[node.op_type](layer, direction, of_direction)
+        layer = replace(layer, direction=direction)
+        run, states, fixed = _PREPARE[node.op_type](layer, of_direction)
         backward = direction == 1 or graph.attribute(node, "direction", b"forward") == b"reverse"
-        gates = _input_part(layer, rows, direction, fixed)
+        gates = _input_part(layer, rows, fixed)
         order = range(layer.length)[::-1] if backward else range(layer.length)
         hidden = [""] * layer.length
         for at in order:
@@ -206,38 +208,36 @@ def _select(layer: _Layer, within: str, new: str, old: str) -> str:
     return layer.add("Add", old, change)
 
 
-def _input_part(layer: _Layer, rows: str, direction: int, fixed: str) -> list[str]:
+def _input_part(layer: _Layer, rows: str, fixed: str) -> list[str]:
     """What the input, ``rows`` of (length * batch) x features, adds to the gates at each position; ``fixed``
     is the bias, or empty.
     """
-    value = layer.add("MatMul", rows, layer.weight(1, direction))
+    value = layer.add("MatMul", rows, layer.weight(1))
     return layer.per_position(layer.add("Add", value, fixed) if fixed else value)
 
 
-def _biases(layer: _Layer, direction: int) -> tuple[str, str]:
+def _biases(layer: _Layer) -> tuple[str, str]:
     """The biases of the input and of the state; empty without them."""
     if not graph.operand(layer.node, 3):
         return "", ""
     gates = _GATES[layer.node.op_type]
-    bias = layer.of_direction(3, direction)
+    bias = layer.of_direction(3)
     first, second = layer.builder.split(bias, 0, [gates * layer.hidden] * 2)
     return first, second
 
 
-def _bias(layer: _Layer, direction: int) -> str:
-    first, second = _biases(layer, direction)
+def _bias(layer: _Layer) -> str:
+    first, second = _biases(layer)
     return layer.add("Add", first, second) if first else ""
 
 
-def _lstm(
-    layer: _Layer, direction: int, functions: Sequence[Activation]
-) -> tuple[Cell, list[str], str]:
+def _lstm(layer: _Layer, functions: Sequence[Activation]) -> tuple[Cell, list[str], str]:
     f, g, h = functions
-    weight = layer.weight(2, direction)
+    weight = layer.weight(2)
     is_coupled = graph.number(layer.node, "input_forget", 0) != 0
     peepholes = list[str]()
     if graph.operand(layer.node, 7):
-        peepholes = layer.parts(layer.of_direction(7, direction), 0, 3)
+        peepholes = layer.parts(layer.of_direction(7), 0, 3)
 
     def with_peephole(part: str, at: int, cell: str) -> str:
         """The input of the gate ``at``, of input, output and forget gate, with what it reads of ``cell``."""
@@ -257,20 +257,18 @@ def _lstm(
         # ONNX Runtime clips gates, but not the cell.
         return [layer.add("Mul", o, layer.of_sum(h, cell)), cell]
 
-    states = [layer.state(5, direction), layer.state(6, direction)]
-    return run, states, _bias(layer, direction)
+    states = [layer.state(5), layer.state(6)]
+    return run, states, _bias(layer)
 
 
-def _gru(
-    layer: _Layer, direction: int, functions: Sequence[Activation]
-) -> tuple[Cell, list[str], str]:
+def _gru(layer: _Layer, functions: Sequence[Activation]) -> tuple[Cell, list[str], str]:
     f, g = functions
     sizes = [2 * layer.hidden, layer.hidden]
-    weight = layer.of_direction(2, direction)
+    weight = layer.of_direction(2)
     outer, inner = (
         layer.builder.transpose(part, [1, 0]) for part in layer.builder.split(weight, 0, sizes)
     )
-    first, second = _biases(layer, direction)
+    first, second = _biases(layer)
     late = graph.number(layer.node, "linear_before_reset", 0) != 0
     outer_bias, inner_bias = layer.builder.split(second, 0, sizes) if late and second else ("", "")
     fixed = first if late or not first else layer.add("Add", first, second)
@@ -295,19 +293,17 @@ def _gru(
         kept = layer.add("Mul", update, hidden)
         return [layer.add("Add", layer.add("Mul", layer.add("Sub", one, update), new), kept)]
 
-    return run, [layer.state(5, direction)], fixed
+    return run, [layer.state(5)], fixed
 
 
-def _rnn(
-    layer: _Layer, direction: int, functions: Sequence[Activation]
-) -> tuple[Cell, list[str], str]:
-    weight = layer.weight(2, direction)
+def _rnn(layer: _Layer, functions: Sequence[Activation]) -> tuple[Cell, list[str], str]:
+    weight = layer.weight(2)
 
     def run(inputs: str, states: Sequence[str]) -> list[str]:
         gate = layer.add("Add", inputs, layer.add("MatMul", states[0], weight))
         return [layer.gate_of_sum(functions[0], gate)]
 
-    return run, [layer.state(5, direction)], _bias(layer, direction)
+    return run, [layer.state(5)], _bias(layer)
 
 
 _PREPARE = {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}
