@@ -8,21 +8,10 @@ from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hatch_epcontext.config import tables
 from hatch_epcontext.config.environ import Environment
 from hatch_epcontext.config.genai_config import Genai
 from hatch_epcontext.config.location import Download
-from hatch_epcontext.config.tables import (
-    BuildTable,
-    CompileWith,
-    Dequantize,
-    Editable,
-    Fallback,
-    Optimization,
-    QuantizedType,
-    ToleranceTable,
-    ValidateTable,
-    WheelTable,
-)
 from hatch_epcontext.errors import Key
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Cut
@@ -85,17 +74,17 @@ class CompileSettings:
     provider_options: Mapping[str, str] = field(default_factory=dict)
     session_options: Mapping[str, str] = field(default_factory=dict)
     device: Device
-    optimization: Optimization = "basic"
+    optimization: tables.Optimization = "basic"
     static_shapes: bool = True
     embed: bool = False
     from_memory: bool = False
     external_initializers: bool = False
     unroll_limit: int = 10_000
     recompile: bool = False
-    compile_with: CompileWith = "ep"
+    compile_with: tables.CompileWith = "ep"
     compute_capabilities: tuple[str, ...] = ()
-    dequantize: Dequantize | None = None
-    quantize: QuantizedType | None = None
+    dequantize: tables.Dequantize | None = None
+    quantize: tables.QuantizedType | None = None
 
     @property
     def changes_precision(self) -> bool:
@@ -205,13 +194,13 @@ class Model:
     dims: Mapping[str, int] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
-    validate: ValidateTable = ValidateTable()
+    validate: tables.ValidateTable = tables.ValidateTable()
     targets: tuple[Target, ...] = ()
     static_shapes: bool = True
     size_key: Key | None = None
     share_weights: str | None = None
     shape_set: ShapeSet | None = None
-    fallback: Fallback = "auto"
+    fallback: tables.Fallback = "auto"
     cut: Cut = Cut()
     license: str | None = None
     download: Download | None = None
@@ -303,14 +292,14 @@ class Model:
         if target.settings.changes_precision:
             snr, cosine = min(tolerance.snr, QUANTIZED.snr), min(tolerance.cosine, QUANTIZED.cosine)
             tolerance = dataclasses.replace(tolerance, snr=snr, cosine=cosine)
-        table = self.validate.tolerance or ToleranceTable()
+        table = self.validate.tolerance or tables.ToleranceTable()
         outputs = {output: limits.limits for output, limits in table.outputs.items()}
         is_fixed = not table.limits.keys().isdisjoint(("snr", "cosine"))
         return dataclasses.replace(tolerance, **table.limits, outputs=outputs, is_fixed=is_fixed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildSettings(BuildTable):
+class BuildSettings(tables.BuildTable):
     """``[tool.epcontext.build]`` with the variables that win over it, and with sizes in bytes.
 
     ``shared_cache`` is None without one, and ``scheduler`` if jobs run on this machine. With
@@ -338,9 +327,9 @@ class Config:
     root: Path
     models: tuple[Model, ...]
     output: PurePosixPath | None
-    editable: Editable
+    editable: tables.Editable
     build: BuildSettings
-    wheel: WheelTable
+    wheel: tables.WheelTable
     environment: Environment
     report: Path | None
     unused: tuple[Key, ...] = ()
@@ -365,7 +354,7 @@ class Config:
         folders = {m.configured_name for m in self.models if m.is_stage and m.is_in(companion)}
         for model in self.models:
             targets = tuple(t for t in model.targets if t.companion == companion)
-            fallback: Fallback = model.fallback if companion is None else "none"
+            fallback: tables.Fallback = model.fallback if companion is None else "none"
             if model.companion is not None:
                 fallback = "source" if model.companion == companion else "none"
             if companion is None or targets or fallback != "none" or model.name in folders:
