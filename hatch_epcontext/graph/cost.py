@@ -14,12 +14,11 @@ def multiply_adds(main: onnx.GraphProto) -> int:
     """About how many multiply-adds a run of ``main`` needs; other operators count one for each value. Inner
     graphs count once, and an unknown size is 1.
     """
-    return sum(_of_scope(Scope(body)) for body in graph.graphs(main))
-
-
-def _of_scope(scope: Scope) -> int:
     return sum(
-        _size(scope, node.output[0]) * _products(node, scope) for node in scope.nodes if node.output
+        _size(scope, node.output[0]) * _products(node, scope)
+        for scope in map(Scope, graph.graphs(main))
+        for node in scope.nodes
+        if node.output
     )
 
 

@@ -134,13 +134,13 @@ class Board:
         fitting = [device for device in offered if kind in (device.kind, "any")]
         if fitting:
             return BoardDevice(fitting[0])
-        if not (offered and provider.simulator):
-            message = known.reason or f"{provider.ep} finds no device that is {kind}."
-            raise UnavailableError(Problem(Kind.NO_DEVICE, "", message))
-        if not self._any_device:
+        is_simulated = bool(offered and provider.simulator)
+        if is_simulated and self._any_device:
+            return BoardDevice(offered[0], simulated=True)
+        message = known.reason or f"{provider.ep} finds no device that is {kind}."
+        if is_simulated:
             message = f"{provider.ep} only simulates its device here; --device any accepts that."
-            raise UnavailableError(Problem(Kind.NO_DEVICE, "", message))
-        return BoardDevice(offered[0], simulated=True)
+        raise UnavailableError(Problem(Kind.NO_DEVICE, "", message))
 
     def _devices(self, target: Target) -> Devices:
         provider = target.provider

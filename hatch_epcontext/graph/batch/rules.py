@@ -90,10 +90,6 @@ def _aligned(call: Call, operands: Iterable[int], rank: int) -> Batch:
     return batch
 
 
-def _elementwise(call: Call) -> Batch:
-    return _aligned(call, range(len(call.node.input)), len(call.results[0]))
-
-
 def _first(call: Call) -> Batch:
     """Each value of the first operand by itself, with parameters of the whole or along another axis."""
     axis = call.number("axis", 1) % max(1, call.rank)
@@ -169,11 +165,6 @@ def _samples(*operands: int) -> _OneBatch:
         return batch if batch and batch.axis == 0 and not any(others) else MIXED
 
     return rule
-
-
-def _max_pool(call: Call) -> Sequence[Batch]:
-    # The indices of the largest values are those in the whole operand.
-    return _samples(0)(call), MIXED
 
 
 def _reshape(call: Call) -> Batch:
@@ -412,7 +403,10 @@ GroupNormalization InstanceNormalization LpPool QLinearConv STFT SpaceToDepth
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(operators.RESHAPING, _reshape),
-    **dict.fromkeys([*operators.ELEMENTWISE, *_GELUS], _elementwise),
+    **dict.fromkeys(
+        [*operators.ELEMENTWISE, *_GELUS],
+        lambda call: _aligned(call, range(len(call.node.input)), len(call.results[0])),
+    ),
     **dict.fromkeys(("CastLike", "DequantizeLinear", "QuantizeLinear"), _first),
     **dict.fromkeys(("Hardmax", "LogSoftmax", "Softmax"), _along(_softmax)),
     **dict.fromkeys(("ArgMax", "ArgMin", "Split"), _along(_axis(0))),
@@ -431,7 +425,8 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_OF_SAMPLES.split(), _samples(0)),
     "DeformConv": _samples(0, 2, 4),
     "GridSample": _samples(0, 1),
-    "MaxPool": _max_pool,
+    # The indices of the largest values are those in the whole operand.
+    "MaxPool": lambda call: (_samples(0)(call), MIXED),
     "RotaryEmbedding": _samples(0, 3),
     "Transpose": _transpose,
     "Concat": _concat,

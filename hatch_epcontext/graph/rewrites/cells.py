@@ -205,9 +205,8 @@ def _loop(node: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Bu
     reads = [*_reads(body, fixed, scope)]
     if not reads:
         raise _NoCellError("it reads no items of a value with a fixed shape")
-    counters = [
-        s.next for s in states if s.own not in fixed and not _is_float(scope.dtype(s.start))
-    ]
+    dtypes = {s: scope.dtype(s.start) for s in states if s.own not in fixed}
+    counters = [s.next for s, dtype in dtypes.items() if dtype is not None and dtype.kind != "f"]
     wanted = [*(gather.input[1] for gather, _, _, _ in reads), *counters]
     longest = max(shape[axis] for _, _, axis, shape in reads)
     counted = trip_count(node, body, scope, builder, longest, wanted)
@@ -224,10 +223,6 @@ def _loop(node: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Bu
             batch = (*shape[:axis], *numbers[0].shape, *shape[axis + 1 : -1])
             loop.read(gather.output[0], _Sequence(name, axis, positions, shape[-1]), batch)
     return loop
-
-
-def _is_float(dtype: np.dtype[Any] | None) -> bool:
-    return dtype is None or dtype.kind == "f"
 
 
 def _reads(

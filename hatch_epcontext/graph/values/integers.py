@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -61,8 +61,12 @@ def _of_dtype(name: str, scope: Scope) -> Limits:
 _Rule = Callable[[onnx.NodeProto, Sequence[Limits], Scope], Limits]
 
 
-def _union(node: onnx.NodeProto, operands: Sequence[Limits], scope: Scope) -> Limits:
-    return min(low for low, _ in operands), max(high for _, high in operands)
+_Extreme = Callable[[Iterable[float]], float]
+
+
+def _extremes(low: _Extreme, high: _Extreme) -> _Rule:
+    """The limits that ``low`` and ``high`` make of those of all operands."""
+    return lambda node, operands, scope: (low(o[0] for o in operands), high(o[1] for o in operands))
 
 
 def _corners(operate: Callable[[float, float], float]) -> _Rule:
@@ -119,18 +123,12 @@ _RULES: Mapping[str, _Rule] = {
         operators.MOVES | operators.EXTREMES | {"Cast", "Trilu"},
         lambda node, operands, scope: operands[0],
     ),
-    **dict.fromkeys(("Concat", "ScatterElements", "ScatterND"), _union),
+    **dict.fromkeys(("Concat", "ScatterElements", "ScatterND"), _extremes(min, max)),
     **dict.fromkeys(("ArgMax", "ArgMin", "NonZero", "TopK"), _positions),
     **dict.fromkeys(("Shape", "Size"), lambda node, operands, scope: (0, math.inf)),
-    "Where": lambda node, operands, scope: _union(node, operands[1:], scope),
-    "Max": lambda node, operands, scope: (
-        max(low for low, _ in operands),
-        max(high for _, high in operands),
-    ),
-    "Min": lambda node, operands, scope: (
-        min(low for low, _ in operands),
-        min(high for _, high in operands),
-    ),
+    "Where": lambda node, operands, scope: _extremes(min, max)(node, operands[1:], scope),
+    "Max": _extremes(max, max),
+    "Min": _extremes(min, min),
     "Add": _corners(lambda one, other: one + other),
     "Sub": _corners(lambda one, other: one - other),
     "Mul": _corners(lambda one, other: one * other),
