@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import onnx
 
@@ -42,28 +40,22 @@ def _folded(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     empty = {name for name, shape in shapes.items() if name and shape is not None and 0 in shape}
     if not empty or node.op_type == "Constant" or graph.inner_graphs(node):
         return None
-    return _without(node, empty, shapes, scope, builder)
+    return _without(node, empty, scope, builder)
 
 
-def _without(
-    node: onnx.NodeProto,
-    empty: set[str],
-    shapes: Mapping[str, tuple[int, ...] | None],
-    scope: Scope,
-    builder: Builder,
-) -> Outputs:
+def _without(node: onnx.NodeProto, empty: set[str], scope: Scope, builder: Builder) -> Outputs:
     """The results of ``node``, some of whose values are ``empty``."""
     outputs = [name for name in node.output if name]
     stored = {name: _filled(name, scope, builder) for name in outputs if name in empty}
     if len(stored) == len(outputs):
         return [stored.get(name, "") for name in node.output]
-    if node.op_type in _ZEROS and shapes[outputs[0]] is not None:
+    if node.op_type in _ZEROS and scope.shape(outputs[0]) is not None:
         return [_filled(outputs[0], scope, builder)]
     if node.op_type == "Concat":
         kept = [name for name in node.input if name not in empty]
         return kept if len(kept) == 1 else builder.add_like(node, "Concat", kept)
     if node.op_type == "Split":
-        axis, known = graph.number(node, "axis", 0), [shapes[name] or () for name in outputs]
+        axis, known = graph.number(node, "axis", 0), [scope.shape(name) or () for name in outputs]
         full = [shape[axis] for shape in known if 0 not in shape]
         parts = iter(builder.split(node.input[0], axis, full))
         return [stored.get(name) or next(parts) for name in node.output]

@@ -24,17 +24,13 @@ def if_as_where(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     branches = [graph.attribute(node, name, None) for name in ("then_branch", "else_branch")]
     scopes = [Scope(branch, scope) for branch in branches]
     for branch in scopes:
-        if unsafe := next(
-            (inner for inner in branch.body.node if not _is_safe(inner, branch)), None
-        ):
-            return Declined(
-                f"in a branch, {unsafe.op_type} {unsafe.name!r} may fail for some values"
-            )
+        for inner in branch.body.node:
+            if not _is_safe(inner, branch):
+                what = f"{inner.op_type} {inner.name!r}"
+                return Declined(f"in a branch, {what} may fail for some values")
     ends = list(zip(*([value.name for value in branch.output] for branch in branches), strict=True))
     for names in ends:
-        one, other = (
-            _type_and_shape(name, branch) for name, branch in zip(names, scopes, strict=True)
-        )
+        one, other = map(_type_and_shape, names, scopes)
         if one is None or one != other:
             return Declined("its branches have results of different types, or of open shapes")
     new_names: list[dict[str, str]] = [{}, {}]
@@ -57,9 +53,8 @@ def _type_and_shape(name: str, scope: Scope) -> tuple[int, tuple[int, ...]] | No
 
 def _is_safe(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether ``node`` has a result of a known shape for any data."""
-    if node.domain or any(
-        _type_and_shape(name, scope) is None for name in filter(None, node.output)
-    ):
+    results = (_type_and_shape(name, scope) for name in node.output if name)
+    if node.domain or None in results:
         return False
     if node.op_type in _OF_FLOATS:
         dtypes = [scope.dtype(name) for name in node.input]

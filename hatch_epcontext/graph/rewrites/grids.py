@@ -20,6 +20,10 @@ _CUBIC = -0.75
 """The coefficient of a bicubic GridSample."""
 
 
+_Neighbours = Sequence[Sequence[tuple[str, str]]]
+"""The neighbours along each axis: their indices and weights."""
+
+
 @dataclass(frozen=True)
 class _Axis:
     """One axis of the sampled values: its ``size``, and the ``position`` in it of each result, flat."""
@@ -115,21 +119,16 @@ def grid_sample_as_gathers(node: onnx.NodeProto, scope: Scope, builder: Builder)
     rows = builder.reshape(rows, [batch * math.prod(sizes), channels])
     inner = padding if mode == "cubic" or padding == "zeros" else "border"
     neighbours = [[*axis.neighbours(mode, inner)] for axis in axes]
-    result = _summed(rows, neighbours, sizes, batch, points, builder)
+    result = _summed(rows, neighbours, shape, points, builder)
     result = builder.reshape(result, [batch, *grid_shape[1:-1], channels])
     return [builder.transpose(result, [0, count + 1, *range(1, count + 1)])]
 
 
 def _summed(
-    rows: str,
-    neighbours: Sequence[Sequence[tuple[str, str]]],
-    sizes: Sequence[int],
-    batch: int,
-    points: int,
-    builder: Builder,
+    rows: str, neighbours: _Neighbours, shape: Sequence[int], points: int, builder: Builder
 ) -> str:
     """The sum of the neighbours in ``rows``, times the products of their weights."""
-    total = ""
+    (batch, _, *sizes), total = shape, ""
     starts = np.arange(batch, dtype=np.int32).reshape(-1, 1) * math.prod(sizes)
     for taps in itertools.product(*neighbours):
         index = weight = ""

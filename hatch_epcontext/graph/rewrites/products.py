@@ -87,15 +87,8 @@ class _Sums:
         left = "".join(label for label in a.labels if label not in both)
         right = "".join(label for label in b.labels if label not in both)
         batch = list(shared) if len(shared) + 2 <= _MAX_DIMENSIONS else [shared]
-        if inner:
-            operands = (
-                self.grouped(a, [*batch, left, inner]),
-                self.grouped(b, [*batch, inner, right]),
-            )
-            product = self.builder.add("MatMul", *operands)
-        else:
-            operands = self.grouped(a, [*batch, left, ""]), self.grouped(b, [*batch, "", right])
-            product = self.builder.add("Mul", *operands)
+        operands = self.grouped(a, [*batch, left, inner]), self.grouped(b, [*batch, inner, right])
+        product = self.builder.add("MatMul" if inner else "Mul", *operands)
         labels = shared + left + right
         if not all(len(group) == 1 for group in [*batch, left, right]):
             product = self.builder.reshape(product, [self.sizes[label] for label in labels])
