@@ -39,20 +39,17 @@ class _Integers:
 
     def shifted_right(self, value: str, amount: str) -> str:
         """``value`` by 2 to the power of ``amount``, rounded down."""
-        count = np.iinfo(self.dtype).bits
+        builder, count = self.builder, np.iinfo(self.dtype).bits
         powers = [min(2**n, 2 ** (count - 1) - 1) for n in range(count)]
-        divisor = self.builder.add(
-            "Gather", self.builder.store(np.array(powers, self.dtype)), amount, axis=0
-        )
+        divisors = builder.store(np.array(powers, self.dtype))
+        divisor = builder.add("Gather", divisors, amount, axis=0)
         # ~(~x / 2^n) of negative ones, because a quotient is rounded to zero.
-        negative = self.builder.add("Less", value, self.number(0))
+        negative = builder.add("Less", value, self.number(0))
         ones = self.number(-1)
-        opposite = self.builder.add("Sub", ones, value)
-        positive = self.builder.add("Where", negative, opposite, value)
-        quotient = self.builder.add("Div", positive, divisor)
-        return self.builder.add(
-            "Where", negative, self.builder.add("Sub", ones, quotient), quotient
-        )
+        opposite = builder.add("Sub", ones, value)
+        positive = builder.add("Where", negative, opposite, value)
+        quotient = builder.add("Div", positive, divisor)
+        return builder.add("Where", negative, builder.add("Sub", ones, quotient), quotient)
 
     def shifted_left(self, value: str, amount: str) -> str:
         """``value`` times 2 to the power of ``amount``, without the bits beyond the 32nd."""

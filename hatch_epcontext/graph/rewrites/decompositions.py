@@ -231,15 +231,9 @@ def gather_blocks(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
     shape, rows, result = map(scope.fixed_shape, (data, scales, node.output[0]))
     if len(shape) != 2:
         return Declined("its table has other than 2 dimensions")
-    bits = graph.number(node, "bits", 4)
-    is_usual = graph.number(node, "gather_axis", 0) == 0
-    is_last = graph.number(node, "quantize_axis", 1) in (1, -1)
-    if (
-        scope.elem_type(data) != TensorProto.UINT8
-        or bits not in (4, 8)
-        or not is_usual
-        or not is_last
-    ):
+    bits, is_of_bytes = graph.number(node, "bits", 4), scope.elem_type(data) == TensorProto.UINT8
+    axes = graph.number(node, "gather_axis", 0), graph.number(node, "quantize_axis", 1) % 2
+    if not is_of_bytes or bits not in (4, 8) or axes != (0, 1):
         return Declined("it gathers no rows of bytes")
 
     def unpacked(packed: str, count: int) -> str:
@@ -446,10 +440,8 @@ def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
         return Declined("it scatters into a part of the other axes")
     height, count, size = shape[axis], rows[axis], math.prod(rows) // max(rows[axis], 1)
     # All values of a row have one index.
-    is_of_rows = not axis and (*[1] * (len(rows) - len(own)), *own) == (
-        count,
-        *[1] * (len(rows) - 1),
-    )
+    column = (count, *[1] * (len(rows) - 1))
+    is_of_rows = not axis and (*[1] * (len(rows) - len(own)), *own) == column
     is_product = is_of_rows and kind == "add" and builder.dtype.kind == "f"
     mask = height * count * (1 if is_product else size)
     if not size or not 0 < mask <= MAX_VALUES:
@@ -479,8 +471,5 @@ def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
     if stored is None or not (stored == (_LEAST[kind] if neutral is None else neutral)).all():
         result = builder.add(operator, builder.reshape(start, [height, size]), result)
     result = builder.reshape(result, [shape[other] for other in order])
-    return [
-        builder.transpose(result, [order.index(other) for other in range(len(shape))])
-        if axis
-        else result
-    ]
+    back = [order.index(other) for other in range(len(shape))]
+    return [builder.transpose(result, back) if axis else result]

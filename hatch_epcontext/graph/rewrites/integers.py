@@ -81,9 +81,8 @@ def _modulo(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     is_signed, is_negative = (limits(name, scope)[0] < 0 for name in node.input)
     size = builder.add("Abs", value) if is_signed else value
     divisor_size = builder.add("Abs", divisor) if is_negative else divisor
-    rest = builder.add(
-        "Sub", size, builder.add("Mul", builder.add("Div", size, divisor_size), divisor_size)
-    )
+    quotient = builder.add("Div", size, divisor_size)
+    rest = builder.add("Sub", size, builder.add("Mul", quotient, divisor_size))
     if is_signed:
         negative = builder.add("Less", value, zero)
         rest = builder.add("Where", negative, builder.add("Sub", zero, rest), rest)
@@ -93,9 +92,8 @@ def _modulo(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     is_other = builder.add("Less", rest, zero)
     if is_negative:
         is_other = builder.add("Xor", is_other, builder.add("Less", divisor, zero))
-        is_other = builder.add(
-            "And", is_other, builder.add("Not", builder.add("Equal", rest, zero))
-        )
+        is_zero = builder.add("Equal", rest, zero)
+        is_other = builder.add("And", is_other, builder.add("Not", is_zero))
     return [builder.add("Where", is_other, builder.add("Add", rest, divisor), rest)]
 
 
