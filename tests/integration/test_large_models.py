@@ -29,9 +29,9 @@ MOMENTS = ("dist/*.whl", "dist/.*/*.whl")
 
 
 def large() -> onnx.ModelProto:
-    numbers = np.random.default_rng(0).normal(size=(2000, 2000)).astype(np.float32)
+    numbers = np.random.default_rng(0).normal(size=(1600, 1600)).astype(np.float32)
     node = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
-    x, y = value("x", (1, 2000)), value("y", (1, 2000))
+    x, y = value("x", (1, 1600)), value("y", (1, 1600))
     return model([node], [x], [y], [numpy_helper.from_array(numbers, "w")])
 
 
