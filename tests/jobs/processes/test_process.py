@@ -357,6 +357,7 @@ def test_workers_get_variables_but_no_credentials_and_a_temporary_folder_of_thei
     assert names == ["of-a-chi", "of-pytho"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="what ONNX Runtime sends there leaves no files")
 @pytest.mark.parametrize(
     ("variable", "sends"), [(None, False), ("", False), ("1", False), ("0", True)]
 )
@@ -367,8 +368,8 @@ def test_nothing_is_sent_that_the_user_has_not_asked_for(
     variable: str | None,
     sends: bool,
 ) -> None:
-    if sends and (sys.platform == "win32" or Version(onnxruntime.__version__) < Version("1.29")):
-        pytest.skip("what ONNX Runtime sends here leaves no such files")
+    if sends and Version(onnxruntime.__version__) < Version("1.29"):
+        pytest.skip("what this ONNX Runtime sends leaves no such files")
     # ONNX Runtime sends nothing where it sees that it runs in CI.
     for name in ("CI", "GITHUB_ACTIONS", "TF_BUILD", "JENKINS_URL", "GITLAB_CI", "BUILD_ID"):
         monkeypatch.delenv(name, raising=False)
