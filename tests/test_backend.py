@@ -15,13 +15,14 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from packaging.tags import parse_tag
 from pyproject_hooks import BuildBackendHookCaller
 
 from hatch_epcontext import backend
 from hatch_epcontext.files import replacing
 from tests.conftest import needs_qnn
-from tests.integration.conftest import environment_without, make_environment, run, tool
+from tests.integration.conftest import environment_without, make_environment
 from tests.models import network, save
 
 BACKENDS = {
@@ -177,7 +178,11 @@ def test_editable_installs_sdists_and_wheels_have_the_models(
         for each in (with_models, built)
     )
     assert files == own_files
-    run(tool("check-wheel-contents"), wheel, cwd=tmp_path, env={})
+    # Other processes that collect tests need not import it.
+    from check_wheel_contents.__main__ import main as check_contents
+
+    checked = CliRunner().invoke(check_contents, ["--no-config", str(wheel)])
+    assert checked.exit_code == 0, checked.output
     plain = contents(call(unpacked, "build_wheel", tmp_path, name))
     changed = {path for path in plain if with_models[path] != plain[path]}
     assert changed == {"my_app-1.0.dist-info/RECORD"}
