@@ -95,7 +95,8 @@ class Range:
     ``floats``: how integers become floats, if they do. ``loose``: whether other integers are also accepted,
     although these are known. ``reach``: how large a graph with such constants expects values to be; 0 if
     nothing shows it. ``thresholds``: numbers with which floats are compared, in order. ``signed``: whether
-    floats that nothing bounds may be negative. ``least``: the level below which such floats are lost
+    floats that nothing bounds may be negative. ``gain``: the largest factor by which integers are multiplied.
+    ``least``: the level below which such floats are lost
     in the arithmetic, relative to their usual one.
     """
 
@@ -111,6 +112,7 @@ class Range:
     reach: float = 0.0
     thresholds: tuple[float, ...] = ()
     signed: bool = True
+    gain: float = 1.0
     least: float = 0.0
 
     @property

@@ -77,7 +77,7 @@ def _with_ends(
     if range_.is_firm:
         return value
     lowest, highest = dtype_bounds(tensor)
-    end = 2.0 ** (provider.integer_bits - 1)
+    end = 2.0 ** (provider.integer_bits - 1) // range_.gain
     if highest >= end:
         value = replace(value, least=max(lowest, -end), most=end - 1, bits=provider.integer_bits)
         lowest, highest = value.least, value.most

@@ -74,6 +74,8 @@ def test_the_arithmetic_ends_where_the_provider_declares_it(
         (BYTES, False),
         (replace(BYTES, reach=2.0**53), True),
         (replace(BYTES, reach=3600), False),
+        # As integers times a million.
+        (replace(BYTES, reach=3600, gain=1e6), True),
         (replace(BYTES, reach=8e6, floats=InFloats()), True),
         (replace(BYTES, reach=8e6, floats=InFloats(several=True)), True),
         (Range(0, 9, True, whole=True, reach=2.0**53), False),

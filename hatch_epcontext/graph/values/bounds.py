@@ -35,8 +35,8 @@ class Bound:
     ``kind``: an ``"index"`` must stay within the bounds; so must a ``"length"``, whose ``high`` is infinite
     if the graph does not show what it measures; values beyond a ``"clip"`` have no effect; a ``"mask"`` is
     true or false; a ``"choice"`` is one of the values with which a number is compared, a ``"member"``
-    one of several in order; an ``"image"`` is convolved; a ``"divisor"`` is not near 0; values beyond a
-    ``"turn"`` repeat those within.
+    one of several in order; an ``"image"`` is convolved; a ``"divisor"`` is not near 0; a ``"factor"`` is
+    multiplied with other values, or divides them; values beyond a ``"turn"`` repeat those within.
     ``usual``: the value in normal use. ``whole``: it is rounded first.
     """
 
@@ -44,7 +44,7 @@ class Bound:
     low: float
     high: float
     kind: Literal[
-        "index", "length", "clip", "mask", "choice", "member", "image", "divisor", "turn"
+        "index", "length", "clip", "mask", "choice", "member", "image", "divisor", "factor", "turn"
     ] = "index"
     usual: float | None = None
     whole: bool = False

@@ -43,6 +43,9 @@ _WIDE, _NARROW = 1 / 8, 1 / 1000
 _MAX_CENTERS = 4096
 """The most numbers of a constant that is a center."""
 
+_MAX_COORDINATES = 3
+"""The most different numbers of one place: more are the means of features, which vary."""
+
 _DIGITS = 5
 """The units of the last digit of a constant within which values around it are."""
 
@@ -89,8 +92,8 @@ class Uses:
     """What a graph does with the values of an input.
 
     ``centers``: constants that it subtracts, or compares with. ``indexed``: the size of an axis in which they
-    are indices. ``is_signal``: whether a filter reads them. ``scale`` and ``gain``: the smallest and the
-    largest factor by which it multiplies them. ``floats`` and ``reach``: as in `Range`. ``skipping``: the
+    are indices. ``is_signal``: whether a filter reads them. ``scale``: the smallest factor by which it
+    multiplies them. ``gain``: as in `Range`. ``floats`` and ``reach``: as in `Range`. ``skipping``: the
     value for which a Loop has no iteration. ``is_shifted``: whether it subtracts them, as floats, from
     neighbours, their mean or another input.
     ``size`` and ``degree``: up to which their powers matter, and the largest degree of these, see `powers`.
@@ -164,9 +167,12 @@ class UsesOfInputs:
                     self.of[term.input].reach = _MAX_EXACT
 
     def _add_factors(self, name: str) -> None:
+        dtype = self._terms.scope.dtype(name)
+        is_whole = dtype is not None and dtype.kind in "iu"
         for term in self._numbers(name):
             uses, factor = self.of[term.input], abs(term.scale)
-            uses.scale, uses.gain = min(uses.scale, factor), max(uses.gain, factor)
+            uses.scale = min(uses.scale, factor)
+            uses.gain = max(uses.gain, factor if is_whole else 0.0)
 
     def _add(self, node: onnx.NodeProto) -> None:
         for name in node.input:
@@ -222,8 +228,9 @@ class UsesOfInputs:
 
     def _add_reach(self, node: onnx.NodeProto) -> None:
         """A logarithm is of numbers of all sizes, but for that of counts, to which 1 is added. A remainder
-        uses all digits of integers, and a division by a large integer is of larger ones: small divisors are
-        of digits and clocks, and powers of two of bits, which integers of fewer bits have too.
+        uses all digits of integers, also of those that a large factor hashes, and a division by a large
+        integer is of larger ones: small divisors are of digits and clocks, and powers of two of bits, which
+        integers of fewer bits have too.
         """
         scope = self._terms.scope
         dtype, other = scope.dtype(node.input[0]), scope.constant(graph.operand(node, 1))
@@ -231,9 +238,11 @@ class UsesOfInputs:
         is_modulo = node.op_type == "Mod"
         divisors = np.zeros(0) if other is None else other
         is_long = is_whole and _is_long(divisors, _BUCKETS if is_modulo else _LONG)
-        for term in self._own(node.input[0]):
+        for term in self._numbers(node.input[0]):
             is_log = node.op_type == "Log" and (term.scale, term.offset) != (1, 1)
-            if is_log or (is_long and (term.scale == 1 or not is_modulo)):
+            is_plain = is_log or (is_long and (term.scale == 1 or not is_modulo))
+            is_hash = is_long and is_modulo and abs(term.scale) >= _LONG
+            if is_hash or (is_plain and not term.several):
                 self.of[term.input].reach = _MAX_EXACT
 
     def _add_centers(self, node: onnx.NodeProto) -> None:
@@ -247,7 +256,18 @@ class UsesOfInputs:
                     uses, beside = self.of[term.input], np.abs(numbers).max() / abs(term.scale)
                     uses.beside = max(uses.beside, float(beside))
                 center = Center(numbers, self._deviation(node), unit, compared, rounded)
-                self._add_center(node.input[operand], center)
+                if not self._is_kept(node.output[0]):
+                    self._add_center(node.input[operand], center)
+
+    def _is_kept(self, name: str) -> bool:
+        """Whether all that reads a value needs it away from 0, so that a constant in it is a pole."""
+        scope = self._terms.scope
+        readers = [scope.nodes[index] for index in scope.readers.get(name, ())]
+        return bool(readers) and all(
+            node.op_type in ("Log", "Reciprocal", "Sqrt")
+            or (node.op_type == "Div" and name not in node.input[:1])
+            for node in readers
+        )
 
     def _add_difference(self, node: onnx.NodeProto) -> None:
         """That of an input's own neighbours in a series, of values and their mean, or of two inputs: any
@@ -341,7 +361,7 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     if not is_float(dtype):
         reach = max(uses.reach, _expected(uses.scale) if uses.scale < 1 else 0.0)
         reach = 0.0 if ordinary.is_firm else reach
-        integers = replace(ordinary, floats=uses.floats, reach=reach)
+        integers = replace(ordinary, floats=uses.floats, reach=reach, gain=uses.gain)
         return replace(integers, far=tuple(_far_integers(facts, integers, uses)))
     if not ordinary.is_open:
         return replace(ordinary, far=tuple(_larger(facts, uses)))
@@ -434,7 +454,8 @@ def _around(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[Far]:
         unit = center.unit if center.compared else 0.0
         narrow = np.minimum(np.maximum(_NARROW * least, _DIGITS * unit), wide)
         yield _near(center.values, wide)
-        yield _near(center.values, narrow, unit)
+        if np.unique(center.values).size <= _MAX_COORDINATES:
+            yield _near(center.values, narrow, unit)
 
 
 def _near(center: Numbers, spread: Numbers, unit: float = 0.0) -> Far:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import onnx
@@ -102,6 +102,8 @@ def _bounds(
                 of_bytes = 0 < term.scale < _SCALED or term.offset < _CENTERED
                 high = _MAX_OF_BYTES if of_bytes else 1.0
                 reached[term.input].append(Bound(0, 0.0, high, "image"))
+        for name in _factors(node, terms):
+            reached[name].append(Bound(0, 0.5, 1.5, "factor"))
     floats = {facts.name for facts in tensors if is_float(numpy_dtype(facts.dtype))}
     for node in terms.scope.nodes:
         for name, bound in divisors(node, terms.scope):
@@ -109,6 +111,14 @@ def _bounds(
                 reached[name].append(bound)
     uses.add_outputs(value.name for value in main.output)
     return reached, uses
+
+
+def _factors(node: onnx.NodeProto, terms: LinearTerms) -> Iterator[str]:
+    """The inputs of which ``node`` is a product with other values, or a quotient."""
+    if node.op_type in ("Div", "Mul"):
+        for one, other in (node.input, reversed(node.input)):
+            if terms.scope.constant(other) is None:
+                yield from (term.input for term in terms.of(one))
 
 
 def _concerns(bound: Bound, term: LinearTerm) -> bool:
@@ -233,7 +243,7 @@ def _open_range(facts: TensorFacts, reached: Sequence[Bound]) -> Range:
     images = [bound.high for bound in reached if bound.kind == "image"]
     if images and looks_like_image(facts):
         return Range(0.0, min(images), known=False)
-    if is_scale(facts):
+    if is_scale(facts) and any(bound.kind == "factor" for bound in reached):
         return Range(0.5, 1.5, known=False, usual=1.0)
     if any(bound.kind == "divisor" for bound in reached):
         return Range(0.5, 1.5, known=False)

@@ -437,6 +437,9 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
         # Of a clock, and the last bits, which fewer bits have too.
         ("y = Mod (x, k)", 0),
         ("y = Mod (x, bits)", 0),
+        # Of a hash of two identifiers; and of minutes.
+        ("h = Mul (x, hour) s = Add (h, x) y = Mod (s, buckets)", 2**53),
+        ("m = Mul (x, k) y = Mod (m, buckets)", 0),
         ("y = Div (x, bits)", 1024),
         ("y = ReduceMax (x)", 2**53),
         # Of milliseconds and of seconds since 1970.
@@ -449,7 +452,7 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
         ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Log (d)", 2**53),
         ("c = Cast <to = 1> (x) y = Log (c)", 2**53),
         # Of counts.
-        ("c = Cast <to = 1> (x) d = Add (c, one) y = Log (d)", 1),
+        ("c = Cast <to = 1> (x) d = Add (c, one) y = Log (d)", 0),
     ],
 )
 def test_constants_show_how_large_values_are(nodes: str, reach: float) -> None:
@@ -475,6 +478,9 @@ def test_constants_are_beside_what_they_are_added_to() -> None:
         ("float", "d = Sub (x, z) y = Div (d, k)", {"x": (5000, 5), "z": (5000, 5)}),
         ("float", "a = Mul (x, k) y = Sub (a, z)", {}),
         ("float", "y = Add (x, z)", {}),
+        # A pole, of which no value is near.
+        ("float", "s = Add (x, k) d = Div (x, s) y = Mul (d, z)", {}),
+        ("float", "s = Add (x, k) l = Log (s) y = Mul (l, z)", {}),
         ("float", "e = Exp (x) y = Sub (e, z)", {}),
         (
             "int32",
@@ -497,6 +503,24 @@ def test_two_inputs_whose_difference_counts_have_a_common_offset(
         if far.centers
     }
     assert offsets == expected
+
+
+@pytest.mark.parametrize(
+    ("constants", "spreads"),
+    [([293.15] * 6, [36.64, 0.293]), ([50.1, 47.3, 61.2, 58.8, 44.4, 52.5], [7.65])],
+)
+def test_values_are_near_one_place_and_not_near_the_means_of_features(
+    constants: list[float], spreads: list[float]
+) -> None:
+    text = "(float[6] x) => (y) { d = Sub (x, k) y = Tanh (d) }"
+    far = all_of(text, k=np.array(constants, np.float32))["x"].far
+    assert [max(values.spreads) for values in far] == pytest.approx(spreads, rel=1e-2)
+
+
+def test_a_factor_is_what_other_values_are_multiplied_with_or_divided_by() -> None:
+    head = "(float[1] temperature, float[4] z) => (y)"
+    assert ranges(f"{head} {{ y = Div (z, temperature) }}")["temperature"].usual == 1
+    assert ranges(f"{head} {{ y = Sub (z, temperature) }}")["temperature"].usual is None
 
 
 def test_pictures_and_sound_have_no_offset() -> None:
