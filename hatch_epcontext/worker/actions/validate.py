@@ -184,7 +184,7 @@ def _unusual(compared: Comparison, emulated: Levels | None) -> int:
     """How many samples that an app may never have differ on the target, or would if it ran them."""
     ran = [*compared.agreed, *(difference.run for difference in compared.unusual)]
     others = (level for level in emulated or () if not any(level.run is run for run in ran))
-    differing = [level for level in others if level.run.far and level.margin < 0]
+    differing = [level for level in others if not level.run.usual and level.margin < 0]
     return len(differing) + len(compared.unusual)
 
 

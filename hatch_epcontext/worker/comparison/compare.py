@@ -97,8 +97,8 @@ def compare_runs(
             result = replace(result, unusual=(*result.unusual, difference))
             continue
         result = replace(result, agreed=(*result.agreed, run))
-        if run.far:
-            # It agrees: how nearly says nothing of ordinary values.
+        if not run.usual:
+            # It agrees: how nearly says nothing of usual values.
             continue
         if emulated is not None:
             level = replace(Level.of(run, agreeing, reference.facts, limits), ran=True)

@@ -29,11 +29,8 @@ def effect(divergence: Divergence, emulated: Levels, levels: Levels) -> Emulatio
     model, reference = divergence.model, divergence.reference
     worst, margin, reason, hurt = levels.worst, levels.margin, None, None
     if margin < SENSITIVE:
-        first = min(
-            levels, key=lambda level: (level.spare >= SENSITIVE, not level.run.usual, level.spare)
-        )
-        node = divergence.first(first.run)
-        reason = f"{_describe(first, model)}{f': {describe(node)}' if node else ''}"
+        node = divergence.first(worst.run)
+        reason = f"{_describe(worst, model)}{f': {describe(node)}' if node else ''}"
     elif hurt := next(divergence.hurt(levels), None) or _flat(reference, model.format.name):
         reason = hurt
     elif reference.facts.is_lasting:

@@ -97,7 +97,7 @@ def conditioned(
     inputs are rounded to the format of ``model``: these are near a pole or a threshold, and say nothing of
     others. All, if most are.
     """
-    poor = [level for level in levels[1:] if not level.run.far and level.spare < SENSITIVE]
+    poor = [level for level in levels[1:] if not level.run.far and level.margin < SENSITIVE]
     exact = _session(model.prepared, reference) if poor else None
     dropped = []
     for level in poor if exact is not None else ():
@@ -106,7 +106,7 @@ def conditioned(
             for frame in level.run.frames
         )
         alike = replace(level.run, frames=frames)
-        if _level(exact, alike, reference, limits).spare < SENSITIVE:
+        if _level(exact, alike, reference, limits).margin < SENSITIVE:
             dropped.append(level)
     if 2 * len(dropped) > len(levels):
         return levels

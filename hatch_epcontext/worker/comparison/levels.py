@@ -57,8 +57,8 @@ class Level:
 
     @property
     def spare(self) -> float:
-        """``margin``, increased for inputs that an app may never have: there only a difference counts."""
-        return self.margin if self.run.usual else self.margin + SENSITIVE
+        """``margin``; infinite for inputs that an app may never have, which only warn."""
+        return self.margin if self.run.usual else math.inf
 
 
 class Levels(tuple[Level, ...]):
@@ -74,7 +74,7 @@ class Levels(tuple[Level, ...]):
     @property
     def worst(self) -> Level:
         """The level of the sample that is nearest to the limits."""
-        return min(self, key=lambda level: (level.margin, not level.run.usual))
+        return min(self, key=lambda level: (level.spare, level.margin))
 
     @property
     def margin(self) -> float:

@@ -316,6 +316,32 @@ def test_an_output_that_changes_by_less_than_its_numbers_are_apart_is_sensitive(
     assert result.reason is None or "1000" in result.reason
 
 
+def test_floats_that_no_app_has_make_no_model_sensitive(tmp_path: Path) -> None:
+    made = parsed(
+        """(float[1, 32] x) => (float[1, 32] y) <float side = {30}> {
+            e = Exp (x) y = Mul (e, side) }"""
+    )
+    divergence, levels = emulated(made, tmp_path)
+    assert any(level.margin < 0 for level in levels if not level.run.usual)
+    assert levels.margin > 10
+    assert effect(divergence, levels, levels).reason is None
+
+
+def test_the_first_integers_that_are_too_long_for_the_ep_are_named(tmp_path: Path) -> None:
+    made = parsed(
+        """(int64[1, 8] x) => (int64[1, 8] y) <int64 k = {100000000}, int64 three = {3}> {
+            [triple] t = Mul (x, three) [hash] h = Mul (t, k) [half] y = Div (h, three) }"""
+    )
+    path = save(made, tmp_path / "a.onnx")
+    expected = reference(Model("a", path, MODEL), made)
+    for bits, name in ((32, "hash"), (64, "")):
+        model = FormattedModel.load(path, FLOAT16, integer_bits=bits)
+        assert model is not None
+        node = Divergence(model, expected).overflow(expected.runs[0])
+        assert (node.name if node else "") == name
+        assert node is None or node.reason == "reaches 7.6e+10; the EP computes integers in 32 bits"
+
+
 def test_samples_at_which_the_source_itself_is_wrong_do_not_count(tmp_path: Path) -> None:
     # It has a pole at 0.1, the level of a square wave.
     made = parsed(
