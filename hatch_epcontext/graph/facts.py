@@ -201,8 +201,19 @@ class NodeFacts:
 INSIDE = "/inside"
 """What follows the name of a node that is left to the CPU, in that of its copy in a Loop."""
 
+_MAX_NAME = 40
+"""The longest name of a node in a sentence."""
+
 _MAX_NODES = 20
 """The most nodes of a group that a message names."""
+
+
+def short_name(name: str) -> str:
+    """The name of a node for a message: of a long one the end, if possible from a slash on."""
+    if len(name) <= _MAX_NAME:
+        return name
+    end = name[3 - _MAX_NAME :]
+    return f"...{end[max(end.find('/'), 0) :]}"
 
 
 def describe_nodes(nodes: Iterable[NodeFacts]) -> Iterator[str]:

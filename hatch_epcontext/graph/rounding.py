@@ -272,8 +272,10 @@ def _before(node: onnx.NodeProto, scope: Scope) -> Iterator[onnx.NodeProto]:
 
 
 def exposed(model: onnx.ModelProto, types: Types) -> onnx.ModelProto:
-    """A copy of ``model`` with all its floats as outputs; ``types``: of its values."""
+    """A copy of ``model`` with all its floats and long integers as outputs; ``types``: of its values."""
     scope = Scope.of(model, types)
-    results = (name for node in model.graph.node for name in node.output if name)
-    floats = (name for name in results if scope.elem_type(name) == TensorProto.FLOAT)
-    return graph.with_outputs(model, floats, TensorProto.FLOAT)
+    results = [name for node in model.graph.node for name in node.output if name]
+    for elem_type in (TensorProto.FLOAT, TensorProto.INT64):
+        names = (name for name in results if scope.elem_type(name) == elem_type)
+        model = graph.with_outputs(model, names, elem_type)
+    return model

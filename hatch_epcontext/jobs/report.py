@@ -237,7 +237,7 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
     if emulation is not None and emulation.reason and not reasons:
         # The number format was not measured, so this only warns.
         reasons = [emulation.reason]
-    real = f"; compare with real ones {where}"
+    real = f". Compare with real ones {where}"
     for reason in dict.fromkeys(reasons):
         if any(other != reason and other.startswith(reason) for other in reasons):
             # Another output has this reason too, with the node that is the cause.

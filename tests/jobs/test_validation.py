@@ -132,7 +132,7 @@ def test_one_reason_is_given_once_with_the_node_to_blame() -> None:
     reason = "float16 leaves 18 dB"
     found = [
         dataclasses.replace(each, status=AgreementStatus.SENSITIVE, reason=f"{reason}{more}")
-        for each, more in zip(AGREEMENTS[:2], ("", ", perhaps because of GRU a"), strict=True)
+        for each, more in zip(AGREEMENTS[:2], ("", ". Perhaps the cause is GRU a"), strict=True)
     ]
     (warning,) = validation_warnings("a", Validation(ValidationStatus.RAN, tuple(found)))
     assert "GRU a" in warning

@@ -238,10 +238,8 @@ def _first_wrong(
     if divergence is None or emulated is None:
         return ""
     margin, run = emulated.of(difference.run).margin, difference.run
-    is_other = is_whole(run) and difference.margin < margin - GAIN
-    if margin >= 0 or is_other:
-        return ""
-    node = divergence.first(difference.run)
+    is_other = margin >= 0 or (is_whole(run) and difference.margin < margin - GAIN)
+    node = divergence.overflow(run) if is_other else divergence.first(run)
     return describe(node) if node else ""
 
 
@@ -269,7 +267,7 @@ def _judged(agreement: Agreement, emulation: Emulation, optimistic: str | None) 
         if optimistic:
             # What is wrong at the same node says more than its error.
             reason = reason.split(f": {optimistic.partition(',')[0]} ")[0]
-            reason = f"{reason}, perhaps because of {optimistic}"
+            reason = f"{reason}. Perhaps the cause is {optimistic}"
     if reason is None:
         return agreement
     return replace(agreement, status=AgreementStatus.SENSITIVE, reason=reason)
@@ -294,7 +292,8 @@ def _emulate(
     skipped = frozenset(node.name for node in coverage.uncovered) if coverage else frozenset()
     announce(f"emulating {format_.name} on the CPU")
     try:
-        if model := FormattedModel.load(Path(request.prepared), format_, skipped):
+        bits = request.target.provider.integer_bits
+        if model := FormattedModel.load(Path(request.prepared), format_, skipped, bits):
             levels = emulate(model, expected, tolerance)
             if request.model.validate.inputs in SYNTHETIC:
                 levels = conditioned(levels, model, expected, tolerance)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array, Arrays
-from hatch_epcontext.graph.facts import NodeFacts
+from hatch_epcontext.graph.facts import NodeFacts, short_name
 from hatch_epcontext.graph.rounding import applies, exposed, rounded
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.emulation import FormattedModel
@@ -107,7 +107,24 @@ class Divergence:
     def first(self, run: ReferenceRun) -> NodeFacts | None:
         """The first node whose results are wrong for ``run``, and why; None if there is none."""
         inner = self._inner(run)
-        return None if inner is None else self._first_wrong(inner, min(_WRONG, inner.error / 2))
+        if inner is None:
+            return None
+        return self._overflow(inner) or self._first_wrong(inner, min(_WRONG, inner.error / 2))
+
+    def overflow(self, run: ReferenceRun) -> NodeFacts | None:
+        """The first node with integers for ``run`` that have more bits than the EP's; None if none has."""
+        inner = self._inner(run) if self.model.integer_bits < 64 else None
+        return None if inner is None else self._overflow(inner)
+
+    def _overflow(self, inner: _Inner) -> NodeFacts | None:
+        end, bits = 2.0 ** (self.model.integer_bits - 1), self.model.integer_bits
+        for node in self.model.computed:
+            results = (inner.exact[name] for name in node.output if name in inner.exact)
+            sizes = [_largest(array.astype(float)) for array in results if array.dtype == np.int64]
+            if (largest := max(sizes, default=0.0)) > end:
+                reason = f"reaches {_number(largest)}; the EP computes integers in {bits} bits"
+                return NodeFacts(node.name, graph.operator(node), reason)
+        return None
 
     def culprit(self, run: ReferenceRun) -> NodeFacts | None:
         """The first node of which the format loses the results for ``run``: a limit allows no such error.
@@ -229,7 +246,7 @@ class Divergence:
 
 def describe(node: NodeFacts) -> str:
     """A sentence about ``node``, without its period."""
-    return f"{node.op} {node.name} {node.reason}"
+    return f"{node.op} {short_name(node.name)} {node.reason}"
 
 
 def _open(model: onnx.ModelProto) -> ort.InferenceSession | None:

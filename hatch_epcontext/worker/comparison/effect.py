@@ -56,7 +56,8 @@ def cause_of(divergence: Divergence, level: Level, margin: float) -> tuple[str, 
     """
     model, limit = divergence.model, min(SENSITIVE, margin + GAIN)
     culprit = divergence.culprit(level.run)
-    node = divergence.first(level.run) if level.margin < limit else None
+    is_wrong = level.margin < limit
+    node = divergence.first(level.run) if is_wrong else divergence.overflow(level.run)
     if first := node or culprit:
         return f"The first diverging node: {describe(first)}.", culprit
     text = f"{_describe(level, model)}, so the EP computes an operator wrong"

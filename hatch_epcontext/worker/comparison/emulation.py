@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import read_data
-from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, short_name
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.rounding import emulate as round_values
 from hatch_epcontext.graph.rounding import hidden_faults, rounded, widen
@@ -33,17 +33,21 @@ from hatch_epcontext.worker.session import open_unoptimized
 class FormattedModel:
     """A ``prepared`` model, whose values have the ``types``, that an EP computes in ``format``.
 
-    ``skipped``: the names of nodes that run on the CPU.
+    ``skipped``: the names of nodes that run on the CPU. ``integer_bits``: those of the EP's integers.
     """
 
     prepared: onnx.ModelProto
     types: Types
     format: NumberFormat
     skipped: Set[str]
+    integer_bits: int = 64
 
     @staticmethod
     def load(
-        path: Path, format_: NumberFormat, skipped: Set[str] = frozenset()
+        path: Path,
+        format_: NumberFormat,
+        skipped: Set[str] = frozenset(),
+        integer_bits: int = 64,
     ) -> FormattedModel | None:
         """The model in the file ``path``; None if it does not fit into memory twice, or has open shapes."""
         prepared = onnx.load(path, load_external_data=False)
@@ -54,7 +58,8 @@ class FormattedModel:
         read_data(prepared, path.parent)
         widen(prepared)
         graph.name_nodes(prepared.graph)
-        return FormattedModel(prepared, value_types(prepared, path), format_, skipped)
+        types = value_types(prepared, path)
+        return FormattedModel(prepared, types, format_, skipped, integer_bits)
 
     @cached_property
     def scope(self) -> Scope:
@@ -127,4 +132,4 @@ def _level(
 
 def named(node: onnx.NodeProto) -> str:
     """The operator and the name of ``node``, for messages."""
-    return f"{node.op_type} {node.name or node.output[0]}"
+    return f"{node.op_type} {short_name(node.name or node.output[0])}"
