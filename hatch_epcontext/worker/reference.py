@@ -53,7 +53,7 @@ from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement
 from hatch_epcontext.worker.samples import MANY, SOME, Sample, run_samples
 from hatch_epcontext.worker.session import cpu_options, open_session, set_model_path
 from hatch_epcontext.worker.source import ranges_for, running_source, typed_graph
-from hatch_epcontext.worker.states import state_pairs
+from hatch_epcontext.worker.states import recomputed, state_pairs
 
 _NO_SCORE = 0.05
 """Scores and probabilities up to this value mean that nothing was detected."""
@@ -119,7 +119,8 @@ def reference(
         has_batch = all(tensor.is_fixed for tensor in inputs) and cost < _SLOW
         batch = cpu.batch(runs) if has_batch else {}
         runs = _choose(runs, outputs, deciders, synthetic=synthetic)
-        is_lasting = not chosen.values and cpu.is_lasting(runs)
+        rounding = recomputed(fixed.graph, states)
+        is_lasting = not chosen.values and cpu.is_lasting(runs, rounding)
     reasons = dict(_inconclusive(runs, Scope(fixed.graph)))
     if synthetic:
         reasons = dict(_untaken(runs, parts)) | reasons
@@ -246,13 +247,16 @@ class _SourceSession:
             if -1 not in axes.values():
                 yield axes
 
-    def is_lasting(self, runs: Sequence[ReferenceRun]) -> bool:
-        """Whether a difference in the first states lasts for the frames of the longest of ``runs``."""
+    def is_lasting(self, runs: Sequence[ReferenceRun], names: Iterable[str]) -> bool:
+        """Whether a difference in the first states called ``names`` lasts for the frames of the longest of
+        ``runs``.
+        """
         longest = max(runs, key=lambda run: len(run.frames))
-        return len(longest.frames) > 1 and self._left_of(longest) > _LASTS
+        floats = [name for name in names if is_float(longest.feeds[name].dtype)]
+        return len(longest.frames) > 1 and self._left_of(longest, floats) > _LASTS
 
-    def _left_of(self, run: ReferenceRun) -> float:
-        """The part of a difference in the first states that is left after the frames of ``run``.
+    def _left_of(self, run: ReferenceRun, names: Iterable[str]) -> float:
+        """The part of a difference in the first states ``names`` that is left after the frames of ``run``.
 
         Means and counters keep it; the gates of LSTMs turn it into other differences.
         """
@@ -260,16 +264,17 @@ class _SourceSession:
         rng, left = np.random.default_rng(0), 0.0
         # The graph may reject such values.
         with contextlib.suppress(Exception), np.errstate(invalid="ignore"):
-            more = {name: rng.integers(1, 3, first[name].shape) for name in self.states}
+            more = {name: rng.integers(1, 3, first[name].shape) for name in names}
             changed = {
                 n: np.add(first[n], array).astype(first[n].dtype) for n, array in more.items()
             }
             again = self.run(Sample("", ({**first, **changed}, *others)))
-            for name, last in self.states.items():
+            for name, array in more.items():
+                last = self.states[name]
                 behind = np.subtract(
                     again.outputs[-1][last], run.outputs[-1][last], dtype=np.float64
                 )
-                left = max(left, float((behind * more[name]).sum() / (more[name] ** 2).sum()))
+                left = max(left, float((behind * array).sum() / (array**2).sum()))
         return left
 
 

@@ -12,6 +12,7 @@ import onnx
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.source import unknown_name
 
 _LAYERS: Mapping[str, Mapping[int, int]] = {
@@ -29,6 +30,14 @@ _CACHES: Mapping[str, Sequence[int]] = {
 }
 """For each attention the inputs with the keys and values of earlier frames. The app moves on in them, so that
 fed back at one position they are no states."""
+
+_UPDATES: Mapping[str, Sequence[int]] = {
+    "ScatterElements": (0, 2),
+    "ScatterND": (0, 2),
+    "TensorScatter": (0, 1),
+    "Where": (1, 2),
+}
+"""Operators whose results have values of these operands, and no others."""
 
 _GATES = frozenset({"Sigmoid", "HardSigmoid"})
 
@@ -152,6 +161,20 @@ def _stem(name: str) -> tuple[str, ...]:
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
     lower = (word.lower() for word in words)
     return tuple({"hn": "h", "cn": "c"}.get(word, word) for word in lower if word not in _TIMES)
+
+
+def recomputed(main: onnx.GraphProto, states: Mapping[str, str]) -> set[str]:
+    """The inputs of the ``states`` of which nodes compute a next value. What overwrites or moves them, as the
+    rows of a cache, adds up no rounding.
+    """
+    scope = Scope(main, nested=True)
+    back = dict(_moves(main)[1])
+    for node in scope.nodes:
+        if node.op_type in _UPDATES and graph.text(node, "reduction") in ("", "none"):
+            back[node.output[0]] = [node.input[index] for index in _UPDATES[node.op_type]]
+    origins = (name for name in _reached(states.values(), back) if name not in back)
+    computed = {name for name in origins if scope.maker(name) is not None}
+    return states.keys() & set(scope.needed_values(computed))
 
 
 def first_states(main: onnx.GraphProto) -> set[str]:

@@ -4,7 +4,7 @@ import onnx
 import pytest
 
 from hatch_epcontext.errors import Key, Kind, ModelError
-from hatch_epcontext.worker.states import first_states, state_pairs
+from hatch_epcontext.worker.states import first_states, recomputed, state_pairs
 from tests.models import parsed
 
 KEY = Key(("states",))
@@ -115,3 +115,32 @@ def test_pairs_that_are_none_are_errors(pair: dict[str, str], message: str, kind
     with pytest.raises(ModelError, match=message) as raised:
         state_pairs(lstm(), pair, KEY)
     assert raised.value.problems[0].kind is kind
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_recomputed"),
+    [
+        ("next = ScatterElements <axis = 1> (past, at, x)", False),
+        ('next = ScatterElements <axis = 1, reduction = "add"> (past, at, x)', True),
+        ("late = Slice (past, one, five, one) next = Concat <axis = 1> (late, x)", False),
+        ("is_new = Less (x, zero) next = Where (is_new, past, x)", False),
+        (
+            "half = Mul (past, k) row = Slice (half, zeros, one, one) next = Concat <axis = 1> (late, row)",
+            True,
+        ),
+        ("row = Add (x, k) next = ScatterElements <axis = 1> (past, at, row)", False),
+        (
+            "last = ReduceSum (past) row = Add (x, last) next = ScatterElements <axis = 1> (past, at, row)",
+            True,
+        ),
+    ],
+)
+def test_a_state_that_is_overwritten_or_moved_is_not_recomputed(
+    nodes: str, is_recomputed: bool
+) -> None:
+    late = "" if "late = " in nodes else "late = Slice (past, one, five, one)"
+    made = parsed(f"""(float[1, 5] past, float[1, 1] x, int64[1, 1] at) => (float[1, 5] next)
+        <int64[1] zeros = {{0}}, int64[1] one = {{1}}, int64[1] five = {{5}}, float zero = {{0}},
+        float k = {{2}}>
+        {{ {late} {nodes} }}""")
+    assert recomputed(made.graph, {"past": "next"}) == ({"past"} if is_recomputed else set())

@@ -211,8 +211,15 @@ def test_a_model_whose_states_last_is_sensitive(
     assert "adds up" in (effect(divergence, levels, levels).reason or "")
 
 
-def test_states_that_are_forgotten_do_not_last(tmp_path: Path) -> None:
-    for made in (mean(0.9), lstm()):
+WINDOW = """(float[1, 4] x, float[32, 4] cache) => (float[4] y, float[32, 4] next_cache)
+    <int64[1] one = {1}, int64[1] end = {32}> {
+        kept = Slice (cache, one, end)
+        next_cache = Concat <axis = 0> (kept, x)
+        y = ReduceMean <axes = [0], keepdims = 0> (next_cache) }"""
+
+
+def test_states_that_are_forgotten_or_only_moved_do_not_last(tmp_path: Path) -> None:
+    for made in (mean(0.9), lstm(), parsed(WINDOW)):
         path = save(made, tmp_path / "forgets.onnx")
         facts = reference(Model("a", path, MODEL), made).facts
         assert facts.states
