@@ -188,11 +188,16 @@ class Steps:
             # It was compared before without these, which may make it slower.
             is_brief=bool(record.recipe.last_corrections or record.recipe.left),
         )
+        run = target.provider.seconds_of_run(record.preparations[index].multiply_adds)
         purpose = self._purpose(job, record.recipe, "run")
 
         def call(request: ValidateRequest) -> Validated:
-            with self.build.device(target), self.build.workers.process(purpose) as worker:
+            workers = self.build.workers
+            with self.build.device(target), workers.process(purpose) as worker:
                 log = self.build.scratch("validate")
+                # What lasts longer may be the last of the build, and gets all cores then.
+                is_short = 0 < run < _LONG and workers.is_busy
+                request = replace(request, on_one_core=is_short)
                 return worker.call(request, log, location=job.location, step="validate")
 
         prepare = partial(self._simplify, job, to_run, Recipe("none"), self.build.workers)

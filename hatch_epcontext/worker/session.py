@@ -69,6 +69,23 @@ def runs_on_simulator(target: Target) -> bool:
     return bool(device.device.type.name.lower() != target.settings.device)
 
 
+@contextlib.contextmanager
+def on_one_core() -> Iterator[None]:
+    """Keep this thread, and those that start meanwhile, on the core that it is on, where the system can."""
+    if sys.platform != "linux":
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    # Some containers forbid it.
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
 def _put_files(option: str, value: str, files: Iterable[OptionFile]) -> str:
     """``value`` with paths of this machine; raises ModelError when a file is not the one that was read."""
     for file in files:

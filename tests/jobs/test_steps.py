@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.recipe import Recipe, Stop
 from hatch_epcontext.jobs.steps import Build, Steps
+from hatch_epcontext.system import cores
 from hatch_epcontext.worker.results import ModelFacts, Preparation, Validated
 from tests.altered_workers import workers_with
 from tests.conftest import needs_qnn
@@ -43,7 +45,9 @@ def body(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def altered(body: Path) -> Iterator[Workers]:
-    """Workers that write their number into the folder of each step, and run ``body``."""
+    """Workers that run ``body``, and write into the folder of each step their number, and whether it has
+    one core.
+    """
     body.touch()
     source = f"""
         import importlib, os, pathlib
@@ -51,6 +55,7 @@ def altered(body: Path) -> Iterator[Workers]:
             module = importlib.import_module("hatch_epcontext.worker.actions." + name)
             def handle(request, real=module.handle):
                 open("pid", "w").write(str(os.getpid()))
+                open("on-one-core", "w").write(str(getattr(request, "on_one_core", False)))
                 if getattr(request, "simplifier", None) == "onnxruntime":
                     with open({str(body.with_name("tries"))!r}, "a") as file:
                         file.write("x")
@@ -87,6 +92,21 @@ def run(build: Build, job: Job) -> Validated:
     record = steps.compile(job, Recipe("onnxruntime"), folder).record
     assert record is not None
     return steps.validate(job, 0, folder, record)
+
+
+@needs_qnn
+@pytest.mark.parametrize("others", [0, cores() - 1])
+def test_a_short_run_of_a_simulator_has_one_core_while_other_tasks_need_the_others(
+    project: Path, tmp_path: Path, workers: Workers, others: int
+) -> None:
+    save(network(1), project / "models" / "a.onnx")
+    (job,) = plan(configured(project, SIMULATED)).jobs
+    with contextlib.ExitStack() as tasks:
+        for _ in range(others):
+            tasks.enter_context(workers.process())
+        run(new_build(workers, tmp_path / "staging", job), job)
+    (step,) = (tmp_path / "staging").rglob("*-validate/on-one-core")
+    assert step.read_text(encoding="ascii") == str(others == cores() - 1)
 
 
 def answering(staging: Path) -> list[tuple[str, str]]:

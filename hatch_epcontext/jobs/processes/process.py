@@ -40,7 +40,7 @@ from hatch_epcontext.jobs.processes.running import (
 )
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.serialize import from_json, to_json
-from hatch_epcontext.system import Heartbeat, removed_problem, writing
+from hatch_epcontext.system import Heartbeat, cores, removed_problem, writing
 from hatch_epcontext.worker.protocol import REPLY, Order
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Workers:
         self._idle: list[tuple[Hashable, Worker]] = []
         self._server: ForkServer | None = None
         self._simulated: tuple[str, ...] = ()
+        self._tasks = 0
 
     def __enter__(self) -> Workers:
         self._is_open = True
@@ -114,6 +115,11 @@ class Workers:
         """Name the ``providers`` that workers will compile for, before the first worker starts."""
         names = {provider.name for provider in providers if provider.simulator}
         self._simulated = tuple(sorted(names))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are tasks for all cores."""
+        return self._tasks >= cores()
 
     def is_report_due(self) -> bool:
         """Whether a line about what runs is due, and somebody gets it."""
@@ -151,6 +157,7 @@ class Workers:
                     del self._idle[number]
                     worker = idle
                     break
+            self._tasks += 1
         worker.tasks += 1
         surplus: Worker | None = worker
         try:
@@ -160,6 +167,8 @@ class Workers:
                     self._idle.append((purpose, worker))
                     surplus = self._idle.pop(0)[1] if len(self._idle) > _IDLE else None
         finally:
+            with self._lock:
+                self._tasks -= 1
             # After an error, such as an interruption, nothing needs its reply.
             if surplus is not None:
                 surplus.close()

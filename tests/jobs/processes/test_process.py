@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.jobs.processes import failures
 from hatch_epcontext.jobs.processes.failures import TAIL
 from hatch_epcontext.jobs.processes.process import Workers
+from hatch_epcontext.system import cores
 from hatch_epcontext.worker.protocol import ACTIVITY, LOG
 from hatch_epcontext.worker.requests import PrepareRequest
 from tests.conftest import wait_for
@@ -148,6 +150,16 @@ def test_tasks_of_one_purpose_share_processes_and_only_a_new_one_decides_that_on
     for process in idle:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+def test_workers_are_busy_while_each_core_has_a_task() -> None:
+    with Workers(60) as workers, contextlib.ExitStack() as tasks:
+        for number in range(cores()):
+            assert not workers.is_busy, number
+            tasks.enter_context(workers.process())
+        assert workers.is_busy
+        tasks.close()
+        assert not workers.is_busy
 
 
 PRINTING = "for number in range(50): print('line', number, flush=True)\n"
