@@ -382,7 +382,7 @@ class ModelError(BuildError):
 
 
 class RefusedError(BuildError):
-    """An EP or a simplifier refuses what a recipe makes of a model: another recipe may work."""
+    """A simplifier, an EP or a check refuses what a recipe makes of a model: another recipe may work."""
 
 
 class LibraryError(RefusedError):

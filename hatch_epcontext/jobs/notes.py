@@ -52,6 +52,8 @@ def _notes_on(search: Search, attempt: Attempt) -> Iterator[str]:
         for problem in stop.problems:
             yield f"{recipe.simplifier} failed: {' '.join(problem.message.split())}"
     elif stop and stop.step == "change":
+        for problem in stop.problems:
+            yield f"{recipe.name}: {_first_line(problem.message)}"
         yield from attempt.dropped
         reasons = Counter((d.rewrite, d.operator, d.reason) for d in attempt.declined)
         for (rewrite, operator, reason), number in reasons.most_common(_MAX_REASONS):

@@ -117,8 +117,8 @@ class Recipe:
 class Stop:
     """Why a recipe gave no artifact, and in which `Step`.
 
-    In ``"prepare"`` the simplifier fails or leaves ``control_flow``, in ``"change"`` nothing changes, in
-    ``"compile"`` the EP refuses the result.
+    In ``"prepare"`` the simplifier fails or leaves ``control_flow``, in ``"change"`` nothing changes or the
+    worker fails, in ``"compile"`` the EP or a check refuses the result.
 
     ``rewrites``: what was done to the models. ``is_accident``: whether another build may not meet it.
     ``quantized``: the format of a model's static quantization. ``nodes``: those that the EP refuses, of the

@@ -175,7 +175,7 @@ def _rewritten(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """[Rewrites](#rewrites) of these nodes, in up to three rounds."""
     last = own[-1] if own else form.covering
     if len(own) == 1 and last.stopped_in == "change" and form.covering.stop:
-        # No rewrite is for the nodes that the EP names: others may be the cause.
+        # The nodes that the EP names have no rewrite, or theirs failed: others may be the cause.
         return form.covering.recipe.with_change("rewrite", None)
     return last.recipe_with("rewrite") if last.may_improve else None
 

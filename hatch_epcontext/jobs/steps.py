@@ -89,8 +89,9 @@ class Steps:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Attempt:
-        """Prepare and compile ``job`` with ``recipe`` in one process into ``folder``, which is made.
+        """Compile ``job`` with ``recipe`` into ``folder``, which is made.
 
+        One process prepares the models, and compiles them unless it serves several jobs: then a fresh one does.
         Raises BuildError for problems that no other recipe can avoid.
         """
         start = time.monotonic()

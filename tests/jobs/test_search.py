@@ -458,6 +458,13 @@ def test_what_else_was_tried_is_noted() -> None:
     )
 
 
+def test_a_change_in_which_the_worker_fails_is_noted() -> None:
+    crash = stop("change", Kind.WORKER_CRASHED, "the worker crashed:\nsee the log")
+    search = Ep({"plain": ("If",), "rewrite": crash}).finish(search_for(min_coverage=0.5))
+    assert search.winner is not None
+    assert notes(search, search.winner)[0] == "rewriting: the worker crashed"
+
+
 def test_validation_gets_what_is_to_beat_of_what_may_be_shipped() -> None:
     margins = {"plain": sensitive(3), "ranges": sensitive(10), "ranges kernels": sensitive(11)}
     ep = Ep({**dict.fromkeys(margins, ()), "unfused": ()}, margins)

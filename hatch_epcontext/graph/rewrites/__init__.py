@@ -1,6 +1,6 @@
 """Exact rewrites of models, for EPs that refuse an operator, or some nodes of it.
 
-Each replaces nodes by others that compute the same, and is applied only where an EP does not compile them.
+Each replaces nodes by others that compute the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rewrite or unroll a prepared model where an EP refuses it, and compare the result with the source."""
+"""Change a prepared model where an EP refuses it or computes it wrong, and compare the result with the source.
+
+Nodes are rewritten, unrolled, corrected, or left to the CPU.
+"""
 
 from __future__ import annotations
 
