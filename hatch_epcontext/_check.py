@@ -58,9 +58,9 @@ def expect(
 
 def _look_at_prepared(loader: Any, opener: Opener) -> tuple[SimpleNamespace, str]:
     module = loader.beside("_recompile")
-    entry = module.find(loader, opener)
-    if entry.written is None:
-        module.check_can_compile(loader, entry)
+    cached = module.find(loader, opener)
+    if cached.written is None:
+        module.check_can_compile(loader, cached)
     return SimpleNamespace(answer="unknown"), "it is compiled on this machine, once"
 
 

@@ -41,7 +41,7 @@ _REMEMBERED = 7 * 24 * 60 * 60.0
 _NO_ROOM = 64 << 10
 
 
-class Job(NamedTuple):
+class Compilation(NamedTuple):
     """What the process that compiles needs to know, as JSON on its standard input.
 
     ``folder`` contains what was compiled on this machine, under its ``key``; ``stale`` is when that was
@@ -81,7 +81,7 @@ def open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
         raise loader.LoadError(f"compiling it on this machine: {reason}") from error
 
 
-class Entry(NamedTuple):
+class CachedContext(NamedTuple):
     """The context for ``device`` in the user's cache, and when it was ``written``; None if it is not."""
 
     folder: Path
@@ -91,7 +91,7 @@ class Entry(NamedTuple):
     device: Any
 
 
-def find(loader: Any, opener: Opener) -> Entry:
+def find(loader: Any, opener: Opener) -> CachedContext:
     """Where the context of this machine is. Raises SkipTargetError if this machine cannot have one."""
     opener.variant = for_this_machine(opener.variant)
     opener.check()
@@ -105,35 +105,35 @@ def find(loader: Any, opener: Opener) -> Entry:
     except RuntimeError as error:
         # This user has no home.
         raise loader.SkipTargetError(f"{_NOTHING}: {error}") from None
-    return Entry(folder, key, _written(folder / key), prepared, device)
+    return CachedContext(folder, key, _written(folder / key), prepared, device)
 
 
-def check_can_compile(loader: Any, entry: Entry) -> None:
-    """Raise SkipTargetError if nothing can be compiled into ``entry``, or not yet again."""
-    if reason := _earlier_failure(entry.folder, entry.key) or _reason_not_to_start():
+def check_can_compile(loader: Any, cached: CachedContext) -> None:
+    """Raise SkipTargetError if nothing can be compiled into ``cached``, or not yet again."""
+    if reason := _earlier_failure(cached.folder, cached.key) or _reason_not_to_start():
         raise loader.SkipTargetError(f"{_NOTHING}: {reason}")
 
 
 def _open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
-    entry, request = find(loader, opener), opener.request
+    cached, request = find(loader, opener), opener.request
     if request.verify:
-        entry.prepared.package.on_disk(entry.prepared, verify=True)
-    file = entry.folder / entry.key / posixpath.basename(opener.variant.file)
-    if entry.written is not None:
+        cached.prepared.package.on_disk(cached.prepared, verify=True)
+    file = cached.folder / cached.key / posixpath.basename(opener.variant.file)
+    if cached.written is not None:
         try:
             return _open_kept(loader, opener, file)
         except loader.SkipTargetError:
             raise
         except Exception as error:
             loader.log("warning", f"{file} cannot be opened any more: {error}")
-    check_can_compile(loader, entry)
+    check_can_compile(loader, cached)
     try:
-        loader.beside("_user_cache").make_writable(entry.folder)
+        loader.beside("_user_cache").make_writable(cached.folder)
     except OSError as error:
         raise loader.SkipTargetError(f"{_NOTHING}: {error}") from None
-    job = _plan(loader, opener, entry)
+    work = _plan(loader, opener, cached)
     if request.recompile == "background":
-        _compile_later(job)
+        _compile_later(work)
         raise loader.SkipTargetError("it is compiled in the background, for a later start")
 
     def tell(text: str, level: str = "debug") -> None:
@@ -142,13 +142,13 @@ def _open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
             # No EP gives a share to Python.
             request.progress(text, None)
 
-    if reason := _compile(job, tell):
+    if reason := _compile(work, tell):
         raise loader.LoadError(reason)
     try:
         return _open_kept(loader, opener, file)
     except Exception as error:
         # Or each start would compile it again.
-        _remember(entry.folder, entry.key, f"what was compiled cannot be opened: {error}")
+        _remember(cached.folder, cached.key, f"what was compiled cannot be opened: {error}")
         raise
 
 
@@ -215,27 +215,27 @@ def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _plan(loader: Any, opener: Opener, entry: Entry) -> Job:
-    request, prepared = opener.request, entry.prepared
+def _plan(loader: Any, opener: Opener, cached: CachedContext) -> Compilation:
+    request, prepared = opener.request, cached.prepared
     root = prepared.package.root
     model = prepared.package.on_disk(prepared, verify=True)
     advice = "onnxruntime compiles only where the path has no letters outside ASCII; rename it"
     # An app in a zip archive has them where its package was unpacked.
     script, module = Path(__file__), Path(loader.__file__)
-    return Job(
-        folder=str(opener.readable(entry.folder, "ascii", advice)),
-        key=entry.key,
+    return Compilation(
+        folder=str(opener.readable(cached.folder, "ascii", advice)),
+        key=cached.key,
         file=posixpath.basename(opener.variant.file),
-        stale=entry.written,
+        stale=cached.written,
         seconds=_SECONDS,
         script=str(script if script.is_file() else root / script.name),
-        path=[os.path.abspath(entry) for entry in sys.path if entry],  # noqa: PTH100
+        path=[os.path.abspath(folder) for folder in sys.path if folder],  # noqa: PTH100
         loader=(loader.__name__, str(module if module.is_file() else root / module.name)),
         package=os.path.abspath(root),  # noqa: PTH100
         component=prepared.component,
         target=prepared.target,
         model=str(opener.readable(model, "ascii", advice)),
-        library=(entry.device.ep_name, entry.device.ep_metadata.get("library_path", "")),
+        library=(cached.device.ep_name, cached.device.ep_metadata.get("library_path", "")),
         request={
             "target": request.target,
             "device": request.device,
@@ -275,65 +275,65 @@ def _remember(folder: Path, key: str, reason: str) -> None:
         (folder / f"{key}.json").write_text(json.dumps(record), encoding="utf-8")
 
 
-def _compile_later(job: Job) -> None:
+def _compile_later(work: Compilation) -> None:
     """Compile in a process that outlives this one, unless one does it already."""
     import sqlite3
     import threading
 
     try:
-        with _locked(Path(job.folder, f"{job.key}.lock")):
+        with _locked(Path(work.folder, f"{work.key}.lock")):
             pass
     except sqlite3.OperationalError:
         return
-    process = _start("background", job, Path(job.folder))
+    process = _start("background", work, Path(work.folder))
     # It closes the input, and waits for the end, or the process would become a zombie.
     threading.Thread(target=process.communicate, daemon=True).start()
 
 
-def _compile(job: Job, tell: Callable[..., object], *, in_turn: bool = False) -> str:
+def _compile(work: Compilation, tell: Callable[..., object], *, in_turn: bool = False) -> str:
     """Compile, and let the result appear as a whole. Returns why that failed, or an empty text.
 
     Of several processes one compiles, and the others wait for it. ``tell`` gets texts about that. With
     ``in_turn`` no other process of this user compiles in the background.
     """
-    folder, what = Path(job.folder), f"{job.component} is compiled for {job.target}"
+    folder, what = Path(work.folder), f"{work.component} is compiled for {work.target}"
 
     def wait(seconds: float) -> None:
         tell(f"{what} by another process: {seconds:.0f} s")
 
-    with _locked(folder / f"{job.key}.lock", wait):
-        if _written(folder / job.key) not in (None, job.stale):
+    with _locked(folder / f"{work.key}.lock", wait):
+        if _written(folder / work.key) not in (None, work.stale):
             return ""
         # Asked again: this process may have waited for another one, which failed.
-        if reason := _earlier_failure(folder, job.key):
+        if reason := _earlier_failure(folder, work.key):
             return reason
-        _remove(folder / f"{job.key}.tmp")
+        _remove(folder / f"{work.key}.tmp")
         _sweep(folder)
         turn = _locked(folder.parents[1] / "epcontext.lock", wait)
         with turn if in_turn else contextlib.nullcontext():
             tell(f"{what} on this machine, once", "warning")
-            return _compile_locked(job, lambda seconds: tell(f"{what}: {seconds:.0f} s"))
+            return _compile_locked(work, lambda seconds: tell(f"{what}: {seconds:.0f} s"))
 
 
-def _compile_locked(job: Job, tell: Callable[[float], object]) -> str:
+def _compile_locked(work: Compilation, tell: Callable[[float], object]) -> str:
     """Compile, while no other process does the same; ``tell`` gets the seconds that it took until then."""
     import shutil
 
-    folder = Path(job.folder)
-    result, temporary = folder / job.key, folder / f"{job.key}.tmp"
+    folder = Path(work.folder)
+    result, temporary = folder / work.key, folder / f"{work.key}.tmp"
     try:
         temporary.mkdir()
-        reason, is_lasting = _run_compiler(job, temporary, tell)
+        reason, is_lasting = _run_compiler(work, temporary, tell)
         if not reason:
             # What cannot be opened any more; on Windows what a process has open stays.
             with contextlib.suppress(OSError):
                 result.rename(temporary / "old")
-            (temporary / job.key).rename(result)
-            (folder / f"{job.key}.json").unlink(missing_ok=True)
+            (temporary / work.key).rename(result)
+            (folder / f"{work.key}.json").unlink(missing_ok=True)
         elif shutil.disk_usage(folder).free < _NO_ROOM:
             reason = f"no space is left in {folder}"
         elif is_lasting:
-            _remember(folder, job.key, reason)
+            _remember(folder, work.key, reason)
     finally:
         _remove(temporary)
     return reason
@@ -359,19 +359,21 @@ def _remove(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def _run_compiler(job: Job, temporary: Path, tell: Callable[[float], object]) -> tuple[str, bool]:
+def _run_compiler(
+    work: Compilation, temporary: Path, tell: Callable[[float], object]
+) -> tuple[str, bool]:
     """Compile into ``temporary``, in a process. Returns why that failed, and whether it would again."""
     import subprocess
 
     start = time.monotonic()
-    with _start("compile", job, temporary) as process:
+    with _start("compile", work, temporary) as process:
         try:
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(min(1, job.seconds))
+                    process.wait(min(1, work.seconds))
                     break
-                if (seconds := time.monotonic() - start) > job.seconds:
-                    return f"the compiler did not end in {job.seconds:.0f} s", True
+                if (seconds := time.monotonic() - start) > work.seconds:
+                    return f"the compiler did not end in {work.seconds:.0f} s", True
                 tell(seconds)
         finally:
             if process.poll() is None:
@@ -382,14 +384,14 @@ def _run_compiler(job: Job, temporary: Path, tell: Callable[[float], object]) ->
     return f"the compiler {_ended(process.returncode)}", True
 
 
-def _start(task: str, job: Job, folder: Path) -> Any:
+def _start(task: str, work: Compilation, folder: Path) -> Any:
     """Start this file as a script in ``folder``, with no handle of this process but its input's pipe."""
     import subprocess
 
     flags = ("CREATE_NO_WINDOW", *(["IDLE_PRIORITY_CLASS"] if task == "background" else []))
 
     process = subprocess.Popen(
-        [sys.executable, "-I", job.script, task],
+        [sys.executable, "-I", work.script, task],
         cwd=folder,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -401,7 +403,7 @@ def _start(task: str, job: Job, folder: Path) -> Any:
     # It may have ended.
     with contextlib.suppress(OSError):
         assert process.stdin is not None
-        process.stdin.write(json.dumps(job).encode() + b"\n")
+        process.stdin.write(json.dumps(work).encode() + b"\n")
         process.stdin.flush()
     return process
 
@@ -460,21 +462,21 @@ def _main() -> None:
     pipe = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with os.fdopen(pipe, "rb", closefd=False) as request:
-        job = Job(*json.loads(request.readline()))
+        work = Compilation(*json.loads(request.readline()))
     if sys.argv[1] == "background":
         if sys.platform != "win32":
             os.nice(19)
-        _compile(job, lambda *_: None, in_turn=True)
+        _compile(work, lambda *_: None, in_turn=True)
         return
     # It ends with the app, and does not wait for an app that was forked.
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
-    limit = threading.Timer(job.seconds + 60, _end)
+    limit = threading.Timer(work.seconds + 60, _end)
     limit.daemon = True
     limit.start()
-    sys.path[:] = job.path
-    folder = Path(job.folder, f"{job.key}.tmp")
+    sys.path[:] = work.path
+    folder = Path(work.folder, f"{work.key}.tmp")
     try:
-        reason, is_lasting = _serve(job, folder / job.key)
+        reason, is_lasting = _serve(work, folder / work.key)
         reply = json.dumps({"reason": reason, "is_lasting": is_lasting})
         (folder / _REPLY).write_text(reply, encoding="utf-8")
     finally:
@@ -494,19 +496,19 @@ def _end() -> None:
     os._exit(1)
 
 
-def _serve(job: Job, result: Path) -> tuple[str, bool]:
+def _serve(work: Compilation, result: Path) -> tuple[str, bool]:
     """Compile into the new folder ``result``. Returns why that failed, and whether it would again."""
-    loader = _import_loader(*job.loader)
+    loader = _import_loader(*work.loader)
     try:
-        opener = _opener(loader, job)
+        opener = _opener(loader, work)
         result.mkdir()
-        _compile_with(opener, job, result / job.file)
+        _compile_with(opener, work, result / work.file)
         record = {
             file.name: {"size": file.stat().st_size, "sha256": loader.sha256(file)}
             for file in result.iterdir()
         }
         # As `load` opens it: the manifest forbids that it is compiled then.
-        opener.open(result / job.file)
+        opener.open(result / work.file)
         (result / _RECORD).write_text(json.dumps(record), encoding="utf-8")
     except Exception as error:
         # Of any kind: onnxruntime raises many. Not those of the system, or of what is missing.
@@ -528,29 +530,29 @@ def _import_loader(name: str, file: str) -> Any:
     return module
 
 
-def _opener(loader: Any, job: Job) -> Opener:
-    """What opens the job's variant, after the EP's library was registered as in the app."""
+def _opener(loader: Any, work: Compilation) -> Opener:
+    """What opens the variant of ``work``, after the EP's library was registered as in the app."""
     import importlib
     import itertools
 
-    package = loader.Package(Path(job.package))
+    package = loader.Package(Path(work.package))
     every = itertools.chain.from_iterable(package.models.values())
-    name = job.component, job.target
+    name = work.component, work.target
     variant = next(v for v in every if (v.component, v.target) == name)
-    opener: Opener = loader.Opener(variant, loader.Request(**job.request))
+    opener: Opener = loader.Opener(variant, loader.Request(**work.request))
     # Where the library is a package's, that may prepare what it needs.
     with contextlib.suppress(Exception):
         importlib.import_module(variant.plugin["module"]).get_library_path()
-    registration_name, library = job.library
+    registration_name, library = work.library
     if library:
         opener.ort.register_execution_provider_library(registration_name, library)
-    if find(loader, opener).key != job.key:
+    if find(loader, opener).key != work.key:
         raise ImportError("the process that compiles finds another device or version than the app")
     return opener
 
 
-def _compile_with(opener: Opener, job: Job, file: Path) -> None:
-    """Compile the job's prepared model into ``file``."""
+def _compile_with(opener: Opener, work: Compilation, file: Path) -> None:
+    """Compile the prepared model of ``work`` into ``file``."""
     ort, settings, variant = opener.ort, opener.variant.settings, opener.variant
     files = str(variant.option_files)
     own = settings["provider_options"]
@@ -564,7 +566,7 @@ def _compile_with(opener: Opener, job: Job, file: Path) -> None:
     options.add_provider_for_devices(opener.find_devices()[:1], provider_options)
     compiler = ort.ModelCompiler(
         options,
-        job.model,
+        work.model,
         embed_compiled_data_into_model=bool(settings.get("embed")),
         flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
         graph_optimization_level=getattr(ort.GraphOptimizationLevel, f"ORT_{level}"),

@@ -247,7 +247,7 @@ def _converse(build: Build, job: Job, where: str, results: Sequence[Built]) -> t
             shutil.copytree(built.folder, inside, copy_function=link_or_copy)
     changes = json.dumps(overlay(results, build.sources))
     request = ConverseRequest(str(moved), stage.genai, changes, target.plugin)
-    with build.device(target):
+    with build.device_lock(target):
         answers = build.workers.call(request, scratch, location=where, step="validate")
     shutil.rmtree(moved)
     return answers

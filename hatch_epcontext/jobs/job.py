@@ -55,7 +55,7 @@ def run_job(build: Build, job: Job) -> Built:
     steps = Steps(build, build.scratch("prepared"))
     try:
         run = _JobRun(build, job, steps)
-        built = run.read_cache() if job.target.from_cache else run.compile()
+        built = run.read_cache() if job.target.from_cache else run.find_winner()
         return replace(built, answers=run.compare_answers(built))
     except BuildError as error:
         raise job.located(error) from error
@@ -92,7 +92,7 @@ class _JobRun:
         self._folders: dict[str, Path] = {}
         self._built_alone: dict[str, Built] = {}
 
-    def compile(self) -> Built:
+    def find_winner(self) -> Built:
         """The winner of the job's search, which goes on where earlier builds ended."""
         cache, job = self._build.cache, self._job
         self._key = search_key(self._fingerprint, self._build.versions[job.target.name])
@@ -304,7 +304,7 @@ class _JobRun:
         """The result of one of the jobs that are run instead of this one."""
         if job.folder not in self._built_alone:
             try:
-                self._built_alone[job.folder] = _JobRun(self._build, job, self._steps).compile()
+                self._built_alone[job.folder] = _JobRun(self._build, job, self._steps).find_winner()
             except BuildError as error:
                 raise job.located(error) from error
         return self._built_alone[job.folder]

@@ -67,7 +67,7 @@ class Build:
         """A new path for a folder of temporary files, which ends with ``name``."""
         return self.staging / "scratch" / f"{next(self._numbers)}-{name}"
 
-    def device(self, target: Target) -> AbstractContextManager[object]:
+    def device_lock(self, target: Target) -> AbstractContextManager[object]:
         """The lock of a step that uses the target's EP: other steps wait if its device is exclusive."""
         if not target.provider.exclusive_device:
             return contextlib.nullcontext()
@@ -85,7 +85,7 @@ class Steps:
     build: Build
     folder: Path
     _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
-    _sources: dict[Hashable, Prepared] = field(default_factory=dict)
+    _references: dict[Hashable, Prepared] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Attempt:
@@ -112,7 +112,7 @@ class Steps:
             attempt = _unfinished(recipe, prepared)
             options = tuple(f"{name} = {value}" for name, value in recipe.options)
             try:
-                with self.build.device(job.target), compiler as process:
+                with self.build.device_lock(job.target), compiler as process:
                     reply = self._compile(job, recipe, prepared, folder, process)
             except BuildError as error:
                 changes = (name for m in prepared for name in (*options, *m.preparation.rewrites))
@@ -194,7 +194,7 @@ class Steps:
 
         def call(request: ValidateRequest) -> Validated:
             workers = self.build.workers
-            with self.build.device(target), workers.process(purpose) as worker:
+            with self.build.device_lock(target), workers.process(purpose) as worker:
                 log = self.build.scratch("validate")
                 # What lasts longer may be the last of the build, and gets all cores then.
                 is_short = 0 < run < _LONG and workers.is_busy
@@ -202,7 +202,7 @@ class Steps:
                 return worker.call(request, log, location=job.location, step="validate")
 
         prepare = partial(self._simplify, job, to_run, Recipe("none"), self.build.workers)
-        source = self._sources.get(_source_key(job, to_run))
+        source = self._references.get(_source_key(job, to_run))
         validated = _call_again(lambda: validate_moved(request, call, prepare, source))
         shutil.rmtree(moved)
         return validated
@@ -265,7 +265,7 @@ class Steps:
         from hatch_epcontext.worker.requests import PrepareRequest
 
         folder, settings = self.folder / str(next(self._numbers)), job.target.settings
-        source = self._sources.get(_source_key(job, model))
+        source = self._references.get(_source_key(job, model))
         tolerance = model.tolerance_for(job.target) if settings.changes_precision else None
         request = PrepareRequest(
             model,
@@ -286,7 +286,7 @@ class Steps:
         prepared = worker.call(request, call, location=job.location, step="prepare")
         if source is None:
             self._announce(job, prepared, time.monotonic() - start)
-        self._sources.setdefault(_source_key(job, model), prepared)
+        self._references.setdefault(_source_key(job, model), prepared)
         return prepared
 
     def _announce(self, job: Job, prepared: Prepared, seconds: float) -> None:
