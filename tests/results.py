@@ -113,7 +113,7 @@ def _built(job: Job, folder: Path) -> Built:
 def built_from(job: Job, artifact: Artifact, validated: Mapping[str, Validated]) -> Built:
     """The result of ``job`` whose only attempt made ``artifact``, which was ``validated``."""
     record = artifact.record
-    attempt = Attempt(record.recipe, record, times=Times(0.1, 0.5), validations=validated)
-    terms = Terms(compared={name: name for name in validated})
+    attempt = Attempt(record.recipe, record, times=Times(0.1, 0.5), validated=validated)
+    terms = Terms(comparisons={name: name for name in validated})
     search = Search(job.target.settings, terms).adding(attempt).won_by(attempt)
     return Built(job, artifact.folder, search, cached=False)

@@ -96,7 +96,7 @@ class Built:
     @property
     def validated(self) -> Mapping[str, Validated]:
         """How each of its models was validated, and when, by name."""
-        return self.search.validations_of(self.attempt)
+        return self.search.validated(self.attempt)
 
     @property
     def validations(self) -> Mapping[str, Validation]:

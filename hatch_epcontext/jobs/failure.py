@@ -44,7 +44,7 @@ def failure(
     are left to the CPU, or the EP's refusal, in that order. ``jobs``: those of the build.
     """
     leaving = [attempt for attempt in attempts if attempt.recipe.left]
-    agreeing = [a for a in leaving if search.validations_of(a) and not search.differences(a)]
+    agreeing = [a for a in leaving if search.validated(a) and not search.differences(a)]
     differing = [] if agreeing else [a for a in attempts if search.differences(a)]
     if differing:
         cause = max(
@@ -119,7 +119,7 @@ def _contexts_of(attempt: Attempt, search: Search) -> Iterator[Context]:
     culprits = {
         culprit.name: culprit
         for other in search.attempts
-        for validated in other.validations.values()
+        for validated in other.validated.values()
         if (culprit := validated.validation.culprit) is not None
     }
     contexts = attempt.record.contexts if attempt.record else ()

@@ -152,19 +152,19 @@ class _JobRun:
             for attempt in stored.attempts
             # A shared cache may contain what no build has written.
             if (attempt.stop if attempt.record is None else self._fits(attempt.record))
-            and attempt.compared in ({}, search.terms.compared)
+            and attempt.comparisons in ({}, search.terms.comparisons)
         )
         return replace(search, attempts=tuple(attempts), winners=stored.winners)
 
     def _with_known(self, attempt: Attempt, search: Search) -> Attempt:
         """``attempt``, with what is known of its models without running them."""
-        job, compared = attempt.recipe.job_of(self._job), search.terms.compared
-        validations = dict(attempt.validations)
+        job, validated = attempt.recipe.job_of(self._job), dict(attempt.validated)
         for model in job.models if attempt.record else ():
-            stored = validations.pop(compared[model.name], None)
+            comparison = search.terms.comparisons[model.name]
+            stored = validated.pop(comparison, None)
             if (known := validation_without_run(job, model, stored)) is not None:
-                validations[compared[model.name]] = known
-        return replace(attempt, validations=validations)
+                validated[comparison] = known
+        return replace(attempt, validated=validated)
 
     def _run(self, search: Search) -> tuple[Won | Lost, Search]:
         """Try what ``search`` needs, until an attempt wins, or none can; it is stored, whatever ends it."""
@@ -213,7 +213,7 @@ class _JobRun:
         if attempt.stopped_in == "compile":
             return attempt
         # What was compared before compiling depends on the inputs and the tolerance.
-        return replace(attempt, compared=search.terms.compared)
+        return replace(attempt, comparisons=search.terms.comparisons)
 
     def _store(self, attempt: Attempt) -> None:
         """Store the artifact of ``attempt``, if it may be shipped and this build has compiled it."""
@@ -258,16 +258,18 @@ class _JobRun:
         self, search: Search, attempt: Attempt, folder: Path, to_beat: Nearness | None = None
     ) -> Attempt:
         """``attempt``, whose models are run as far as the verdict needs it."""
-        job, compared = attempt.recipe.job_of(self._job), search.terms.compared
-        validations = dict(self._with_known(attempt, search).validations)
+        job, validated = (
+            attempt.recipe.job_of(self._job),
+            self._with_known(attempt, search).validated,
+        )
         for index, model in enumerate(job.models):
-            validated = validations.get(compared[model.name])
-            if validated is None:
-                validated = self._validate_model(job, index, attempt, folder, to_beat)
-                validations[compared[model.name]] = validated
-            if validated.validation.differs:
+            comparison = search.terms.comparisons[model.name]
+            if comparison not in validated:
+                of_model = self._validate_model(job, index, attempt, folder, to_beat)
+                validated = {**validated, comparison: of_model}
+            if validated[comparison].validation.differs:
                 break
-        return replace(attempt, validations=validations)
+        return replace(attempt, validated=validated)
 
     def _validate_model(
         self,

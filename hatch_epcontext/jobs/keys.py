@@ -44,8 +44,8 @@ def artifact_key(search: str, recipe: Recipe) -> str:
 def terms_of(build: Build, job: Job) -> Terms:
     """What ``job`` requires of a winner."""
     index = build.cache.index
-    compared = {model.name: comparison_key(job, model, index) for model in job.models}
-    return Terms(job.target.min_coverage, compared)
+    comparisons = {model.name: comparison_key(job, model, index) for model in job.models}
+    return Terms(job.target.min_coverage, comparisons)
 
 
 def comparison_key(job: Job, model: Model, index: Index) -> str:

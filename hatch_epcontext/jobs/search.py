@@ -61,8 +61,8 @@ class Verdict:
         return self.status in ("agrees", "not-run")
 
     @property
-    def differs(self) -> bool:
-        """Whether an output is beyond its limits, or it cannot be run, or was not run to its end."""
+    def loses(self) -> bool:
+        """Whether an output is beyond its limits, or it cannot be run, or another recipe is as near."""
         return self.status in ("differs", "beaten")
 
     @property
@@ -89,9 +89,9 @@ class Attempt:
 
     ``dropped``: the rewrites that were wrong and left out, each with the reason; ``declined``: why others
     left nodes as they are. ``times``: of preparing and compiling; None if only the artifact was in
-    a cache. ``validations``: of the models of its artifact, by what `Terms` calls the comparison.
+    a cache. ``validated``: how the models of its artifact were, by the keys of comparisons, see `Terms`.
     ``day``: of the earlier build that tried it, as ``"2026-11-23"``; empty if this one did.
-    ``compared``: the comparisons that its stop depends on; empty if it is the same for all.
+    ``comparisons``: those that its stop depends on; empty if it is the same for all.
     """
 
     recipe: Recipe
@@ -100,9 +100,9 @@ class Attempt:
     dropped: tuple[str, ...] = ()
     declined: tuple[Declined, ...] = ()
     times: Times | None = None
-    validations: Mapping[str, Validated] = field(default_factory=dict)
+    validated: Mapping[str, Validated] = field(default_factory=dict)
     day: str = ""
-    compared: Mapping[str, str] = field(default_factory=dict)
+    comparisons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stopped_in(self) -> str | None:
@@ -233,12 +233,12 @@ def most_complete(attempts: Iterable[Attempt]) -> Attempt:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a job requires of a winner: the smallest compiled share of its models, and what identifies how the
+    """What a job requires of a winner: the smallest compiled share of its models, and the key of how the
     results of each are compared, by its name.
     """
 
     min_coverage: float = 1.0
-    compared: Mapping[str, str] = field(default_factory=dict)
+    comparisons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -276,23 +276,23 @@ class Search:
         shares = [coverage.share for coverage in attempt.coverages]
         return attempt.may_ship and all(share >= self.terms.min_coverage for share in shares)
 
-    def validations_of(self, attempt: Attempt) -> Mapping[str, Validated]:
-        """Those of the models of ``attempt`` under the present terms, by name, up to one that differs; empty
-        if one is missing.
+    def validated(self, attempt: Attempt) -> Mapping[str, Validated]:
+        """How the models of ``attempt`` were under the present terms, by name, up to one that differs; empty
+        if one was not.
         """
-        validations: dict[str, Validated] = {}
+        by_name: dict[str, Validated] = {}
         for context in attempt.record.contexts if attempt.record else ():
-            validated = attempt.validations.get(self.terms.compared.get(context.model, ""))
+            validated = attempt.validated.get(self.terms.comparisons[context.model])
             if validated is None:
                 return {}
-            validations[context.model] = validated
+            by_name[context.model] = validated
             if validated.validation.differs:
                 break
-        return validations
+        return by_name
 
     def verdict(self, attempt: Attempt) -> Verdict | None:
         """What validation says of ``attempt``; None before that."""
-        return _verdict_of(self.validations_of(attempt).values())
+        return _verdict_of(self.validated(attempt).values())
 
     @property
     def seconds(self) -> float:
@@ -310,20 +310,19 @@ class Search:
         """The same for ``attempt``, with so many ``runs`` of each model, by default as many as there were."""
         if attempt.record is None:
             return 0.0
-        provider, validations = PROVIDERS[self.settings.provider], self.validations_of(attempt)
+        provider, validated = PROVIDERS[self.settings.provider], self.validated(attempt)
         seconds = 0.0
         for preparation, context in zip(
             attempt.record.preparations, attempt.record.contexts, strict=True
         ):
-            validated = validations.get(context.model)
-            number = runs or (validated.runs if validated else 0)
+            number = runs or (validated[context.model].runs if context.model in validated else 0)
             seconds += _COMPILING * preparation.nodes
             seconds += number * provider.seconds_of_run(preparation.multiply_adds)
         return seconds
 
     def differences(self, attempt: Attempt) -> tuple[Problem, ...]:
         """The problems of outputs of ``attempt`` that differ from the CPU's."""
-        validations = [one.validation for one in self.validations_of(attempt).values()]
+        validations = [one.validation for one in self.validated(attempt).values()]
         problems = (p for v in validations for p in (*v.failures, *v.problems))
         return tuple(replace(problem, step="validate") for problem in problems)
 
@@ -347,9 +346,9 @@ class Search:
             replace(
                 attempt,
                 day=attempt.day or day,
-                validations={
-                    compared: validated
-                    for compared, validated in attempt.validations.items()
+                validated={
+                    comparison: validated
+                    for comparison, validated in attempt.validated.items()
                     if not validated.is_accident
                 },
             )
@@ -368,7 +367,7 @@ class Search:
         for attempt in other.attempts:
             own = known.setdefault(attempt.recipe, attempt)
             if own.record == attempt.record:
-                validations = {**attempt.validations, **own.validations}
-                known[attempt.recipe] = replace(own, validations=validations)
+                validated = {**attempt.validated, **own.validated}
+                known[attempt.recipe] = replace(own, validated=validated)
         winners = {**other.winners, **self.winners}
         return replace(self, attempts=tuple(known.values()), winners=winners)

@@ -117,7 +117,7 @@ def _is_inexact(form: _Form) -> bool:
     if not (form.search.compares and form.search.is_enough(form.covering)):
         return False
     verdict = form.verdict(form.nearest)
-    return not verdict.agrees and (verdict.differs or not form.is_spent)
+    return not verdict.agrees and (verdict.loses or not form.is_spent)
 
 
 def _differs(form: _Form) -> bool:
@@ -125,7 +125,7 @@ def _differs(form: _Form) -> bool:
     if not (form.search.compares and form.search.is_enough(form.covering)):
         return False
     attempts = (form.covering, *form.enough("correct", "restart"))
-    return all(form.verdict(attempt).differs for attempt in attempts)
+    return all(form.verdict(attempt).loses for attempt in attempts)
 
 
 def _is_wrong_in_kernels(form: _Form) -> bool:
@@ -133,7 +133,7 @@ def _is_wrong_in_kernels(form: _Form) -> bool:
     candidates = form.candidates if form.search.compares else []
     if any(v.agrees or not v.in_kernels for v in map(form.verdict, candidates)):
         return False
-    if form.is_spent and not all(form.verdict(a).differs for a in candidates):
+    if form.is_spent and not all(form.verdict(a).loses for a in candidates):
         return False
     restarted = map(form.verdict, form.enough("restart"))
     return bool(candidates) and not any(verdict.agrees for verdict in restarted)
@@ -207,7 +207,7 @@ def _layers_unrolled(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     verdict = form.verdict(form.nearest)
     recipe = form.nearest.recipe.with_change("unroll", None)
     # The emulation also has the faults of a layer whose kernel is known.
-    helps = verdict.in_layers and (verdict.in_kernels or verdict.differs)
+    helps = verdict.in_layers and (verdict.in_kernels or verdict.loses)
     return recipe if form.search.settings.unroll_limit and helps else None
 
 
@@ -252,14 +252,15 @@ def _leaving_nodes(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """Nodes whose values the number format cannot represent, left to the CPU."""
     attempts = (form.covering, *form.enough("correct", "restart"))
     last = own[-1] if own else max(attempts, key=lambda a: form.verdict(a).margin)
-    if last.record is None or not form.verdict(last).differs:
+    if last.record is None or not form.verdict(last).loses:
         return None
-    validations = form.search.validations_of(last)
+    validated = form.search.validated(last)
     before = last.recipe.left or tuple(() for _ in last.record.contexts)
     left = []
     for context, nodes in zip(last.record.contexts, before, strict=True):
-        validated = validations.get(context.model)
-        culprit = validated.validation.culprit if validated else None
+        # After a model that differs none was run.
+        of_model = validated.get(context.model)
+        culprit = of_model.validation.culprit if of_model else None
         left.append(tuple(sorted({*nodes, *([culprit.name] if culprit else ())})))
     return replace(last.recipe, left=tuple(left)) if any(left) else None
 
@@ -347,13 +348,13 @@ def _to_beat(search: Search, attempt: Attempt) -> Nearness | None:
         if other.is_whole and other.recipe.dequantize == attempt.recipe.dequantize
     )
     # What only warns may be as near, and right for more samples.
-    nearnesses = [v.nearness for v in verdicts if v and not v.differs and not v.unusual]
+    nearnesses = [v.nearness for v in verdicts if v and not v.loses and not v.unusual]
     best = max(nearnesses, key=lambda nearness: (nearness.margin, -nearness.gap), default=None)
     return best if attempt.is_whole and best and math.isfinite(best.margin) else None
 
 
 def _next(search: Search, *, is_spent: bool) -> Try | Won | Lost:
-    if (winner := search.winner) and not _verdict(search, winner).differs:
+    if (winner := search.winner) and not _verdict(search, winner).loses:
         return Won(winner)
     provider, attempts = PROVIDERS[search.settings.provider], tuple[Attempt, ...]()
     for dequantize in (False, True) if search.is_dynamic else (False,):
@@ -363,7 +364,7 @@ def _next(search: Search, *, is_spent: bool) -> Try | Won | Lost:
             return outcome
         attempts = outcome.attempts
         whole = (attempt for attempt in attempts if attempt.is_whole)
-        if any(not _verdict(search, attempt).differs for attempt in whole):
+        if any(not _verdict(search, attempt).loses for attempt in whole):
             break
     winner = _best(search, attempts)
     return Won(winner) if winner else Lost(attempts)
@@ -377,7 +378,7 @@ def _best(search: Search, attempts: Iterable[Attempt]) -> Attempt | None:
         if best and _covers_less(attempt, best):
             break
         verdict = _verdict(search, attempt)
-        if not verdict.differs and (best is None or verdict.is_worth(_verdict(search, best))):
+        if not verdict.loses and (best is None or verdict.is_worth(_verdict(search, best))):
             best = attempt
     return best
 

@@ -34,9 +34,9 @@ from hatch_epcontext.tools.inspecting import inspect, verify
 from hatch_epcontext.worker.requests import Runtime
 from hatch_epcontext.worker.results import ValidationStatus
 
-Outcome = Literal["opens", "cannot", "unknown"]
+Prospect = Literal["opens", "cannot", "unknown"]
 
-_Result = tuple[Outcome, str]
+_Result = tuple[Prospect, str]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Expectation:
     package: str
     model: str
     target: str
-    answer: Outcome
+    answer: Prospect
     reason: str
 
 
@@ -344,7 +344,7 @@ def _sha256(wheel: Path, name: str) -> str:
 
 def opens_nothing(expectations: Iterable[Expectation]) -> list[str]:
     """The models of which no target opens: there ``load`` raises an error."""
-    answers: dict[tuple[str, str], set[Outcome]] = {}
+    answers: dict[tuple[str, str], set[Prospect]] = {}
     for expectation in expectations:
         model = expectation.package, expectation.model
         answers.setdefault(model, set()).add(expectation.answer)

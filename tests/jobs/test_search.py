@@ -44,6 +44,9 @@ def stop(step: Any, kind: Kind = Kind.COMPILE_FAILED, message: str = "it fails."
     return Stop(step, (Problem(kind, "", message),), is_accident=is_accident)
 
 
+COMPARED = "a comparison"
+"""The key of how the results of the only model are compared."""
+
 NO = stop("compile")
 CRASH = stop("compile", Kind.WORKER_CRASHED)
 NO_SIMPLIFIER = stop("prepare")
@@ -170,14 +173,14 @@ class Ep:
         self.validated.append(name)
         validation, unusual = self.validations.get(name, AGREES), self.unusual.get(name, 0)
         validated = Validated(validation, runs=self.runs, unusual=unusual)
-        return replace(attempt, validations={"": validated})
+        return replace(attempt, validated={COMPARED: validated})
 
 
 def search_for(provider: str = "qnn", **settings: Any) -> Search:
     found = PROVIDERS[provider]
     assert found.ep
     search = {name: settings.pop(name) for name in ("is_dynamic", "compares") if name in settings}
-    terms = Terms(settings.pop("min_coverage", 1.0))
+    terms = Terms(settings.pop("min_coverage", 1.0), {"a": COMPARED})
     device = found.devices[0]
     of = CompileSettings(provider=provider, ep=found.ep, device=device, **settings)
     return Search(of, terms, **search)
@@ -501,8 +504,8 @@ def test_what_is_beaten_is_not_shipped_and_noted() -> None:
     ep = Ep({"plain": (), "ranges": ()}, {"plain": sensitive(3), "ranges": sensitive(4)})
     search = ep.finish(search_for())
     first, second = (attempt for attempt in search.attempts if attempt.record)
-    beaten = {"": Validated(sensitive(4), beaten=True)}
-    search = replace(search.adding(replace(second, validations=beaten)), winners={})
+    beaten = {COMPARED: Validated(sensitive(4), beaten=True)}
+    search = replace(search.adding(replace(second, validated=beaten)), winners={})
     assert next_recipe(search) == Won(first)
     note = "no nearer than another recipe: not all samples were run"
     assert any(note in line for line in notes(search, first))
@@ -546,7 +549,7 @@ def test_a_later_build_tries_only_what_is_not_known() -> None:
     again = Ep(outcomes)
     assert again.winner(stored(first)) is None
     assert not again.compiled + again.validated
-    less = again.winner(replace(stored(first), terms=Terms(0.5)))
+    less = again.winner(replace(stored(first), terms=Terms(0.5, {"a": COMPARED})))
     assert less is not None
     assert (name_of(less.recipe), less.day) == ("plain", "2026-11-23")
     assert (again.compiled, again.validated) == ([], ["plain"])
@@ -561,7 +564,7 @@ def test_accidents_are_not_stored_and_what_has_won_stays() -> None:
     assert name_of(winner.recipe) == "rewrite"
     assert again.compiled == []
     # With other terms it may be another one.
-    again.finish(replace(known, terms=Terms(0.5)))
+    again.finish(replace(known, terms=Terms(0.5, {"a": COMPARED})))
     assert again.tried == ["plain"]
 
 
@@ -570,7 +573,7 @@ def test_a_winner_that_could_not_be_run_loses_where_it_differs() -> None:
     outcomes: dict[str, Outcome] = {"plain": (), "unfused": ()}
     known = Ep(outcomes, {"plain": not_run}).finish(search_for())
     here = Ep(outcomes, {"plain": WRONG})
-    unknown = tuple(replace(attempt, validations={}) for attempt in known.attempts)
+    unknown = tuple(replace(attempt, validated={}) for attempt in known.attempts)
     other = here.winner(replace(known, attempts=unknown))
     assert other is not None
     assert (here.tried, here.validated) == (["unfused"], ["plain", "unfused"])
@@ -589,7 +592,7 @@ def test_what_compiles_and_cannot_be_run_loses_to_what_can(project: Path) -> Non
     failing = Validation(ValidationStatus.RAN, failures=stop("validation").problems)
     outcomes: dict[str, Outcome] = {"plain": ("If",), "rewrite": ("If", "If")}
     ep = Ep(outcomes, {"plain": failing})
-    other = ep.winner(replace(search_for(), terms=Terms(0.5)))
+    other = ep.winner(replace(search_for(), terms=Terms(0.5, {"a": COMPARED})))
     assert other is not None
     assert name_of(other.recipe) == "rewrite"
     problem = why(job_of(project), Ep({"plain": ()}, {"plain": failing}))
