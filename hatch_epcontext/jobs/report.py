@@ -155,7 +155,7 @@ def describe_validation(validation: Validation, *, with_reason: bool = True) -> 
     parts = [f"ran{but}{reason if validation.status is ValidationStatus.RAN else ''}"]
     if validation.compared:
         number = count(len(validation.samples), "given input")
-        reference = "" if validation.float_form is None else " with its float form"
+        reference = "" if validation.integers is None else " with its float form"
         but = ", but is SENSITIVE" if validation.sensitive else ""
         on = "synthetic inputs" if validation.synthetic else number
         parts = [f"agrees{reference} on {on}{but}{'' if validation.simulated else decibels}"]
@@ -221,7 +221,7 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
         hint = f"; give real inputs {where}" if validation.synthetic else ""
         reason = f"is inconclusive, because {agreement.reason}{hint}"
         yield f"{name}: the comparison of the output {agreement.output!r} {reason}"
-    integers = validation.float_form
+    integers = validation.integers
     if integers is not None and integers.snr is not None and integers.snr < QUANTIZED.snr:
         yield (
             f"{name}: it agrees with its float form, and the int8 file on the CPU differs from it by "

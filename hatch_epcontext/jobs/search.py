@@ -1,9 +1,9 @@
 """What is known of a job: the recipes that were tried, and which one won.
 
 A `Recipe` says how to prepare and to compile the models of a job. An `Attempt` is a recipe, tried: it has the
-record of its artifact, or why it stopped: in the simplifier, in a change, or in the execution provider (EP). A `Verdict`
-says what validation showed of it. The `Search` is all that is known of the job: report, manifest, notes and
-errors are views of it. What follows from it is in `stages`.
+record of its artifact, or why it stopped: in the simplifier, in a change, or in the execution provider (EP).
+A `Verdict` says what validation showed of it. The `Search` is all that is known of the job: report, manifest,
+notes and errors are views of it. What follows from it is in `stages`.
 """
 
 from __future__ import annotations

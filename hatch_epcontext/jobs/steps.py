@@ -91,7 +91,7 @@ class Steps:
     def compile(self, job: Job, recipe: Recipe, folder: Path) -> Attempt:
         """Compile ``job`` with ``recipe`` into ``folder``, which is made.
 
-        One process prepares the models, and compiles them unless it serves several jobs: then a fresh one does.
+        One process prepares the models, and compiles them too, or a fresh one if it serves several jobs.
         Raises BuildError for problems that no other recipe can avoid.
         """
         start = time.monotonic()

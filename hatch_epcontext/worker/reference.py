@@ -434,4 +434,4 @@ def source_reference(
     nearest = min(
         integers, key=lambda item: math.inf if item.snr is None else item.snr, default=equal
     )
-    return replace(expected, facts=replace(expected.facts, float_form=nearest))
+    return replace(expected, facts=replace(expected.facts, integers=nearest))

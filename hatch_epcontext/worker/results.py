@@ -309,7 +309,7 @@ class Validation:
     ``problems``: those of the outputs that differ; ``warnings``: disagreements for inputs that the app may
     never have.
     ``emulation``: what the EP's number format makes of the model; None if an output differs.
-    ``float_form``: how near the integers of the source on the CPU are to its float form, if the comparison
+    ``integers``: how near the integers of the source on the CPU are to its float form, if the comparison
     was with that.
     ``simulated``: whether a simulator of the device ran it. ``failures``: why it could not be opened or run.
     ``inputs``: their values that were compared.
@@ -324,7 +324,7 @@ class Validation:
     problems: tuple[Problem, ...] = ()
     warnings: tuple[str, ...] = ()
     emulation: Emulation | None = None
-    float_form: Agreement | None = None
+    integers: Agreement | None = None
     simulated: bool = False
     failures: tuple[Problem, ...] = ()
     inputs: tuple[InputValues, ...] = ()

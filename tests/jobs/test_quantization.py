@@ -89,9 +89,9 @@ def test_dynamic_quantization_is_undone_and_compared_with_its_float_form(
     assert not {node.op_type for node in optimized.graph.node} & {"ConvInteger", "MatMulInteger"}
     (agreement,) = built.validations["a"].agreements
     assert agreement.max_abs < 1e-3
-    float_form = built.validations["a"].float_form
-    assert float_form is not None
-    assert 30 < (float_form.snr or 0) < 100
+    integers = built.validations["a"].integers
+    assert integers is not None
+    assert 30 < (integers.snr or 0) < 100
     # What the source computes itself is not changed.
     assert onnx.load(project / "models" / "a.onnx") == source
 
@@ -102,7 +102,7 @@ def test_an_optimized_graph_with_dynamic_quantization_agrees_with_itself(
 ) -> None:
     save_dynamic(project)
     (built,) = run(CPU).built
-    assert built.validations["a"].float_form is None
+    assert built.validations["a"].integers is None
     assert "agrees on synthetic inputs" in describe_validation(built.validations["a"])
 
 
@@ -124,7 +124,7 @@ def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, projec
     assert "agrees with its float form" in describe_validation(validation)
     assert not list(validation_warnings("a", validation))
     (warning,) = validation_warnings(
-        "a", replace(validation, float_form=Agreement("y", 0.1, 0.9, 3.4))
+        "a", replace(validation, integers=Agreement("y", 0.1, 0.9, 3.4))
     )
     assert "3 dB" in warning
     # Whoever validates the wheel again compares with the float form too.
@@ -136,7 +136,7 @@ def test_dynamic_quantization_that_qnn_leaves_is_undone_at_last(run: Run, projec
     # It is compared anew, and from the cache, with other limits.
     (other,) = run(f"{toml}validate = {{ tolerance = {{ snr = 5 }} }}").built
     assert other.cached
-    assert other.validations["a"].float_form == built.validations["a"].float_form
+    assert other.validations["a"].integers == built.validations["a"].integers
     with pytest.raises(EpcontextError, match="compiled no node of the model"):
         run(f"{toml}targets.qnn.dequantize = false")
 

@@ -72,7 +72,7 @@ def with_validate(job: Job, **changes: Any) -> Job:
             f"{AGREES} (31 dB)",
         ),
         (
-            Validation(ValidationStatus.RAN, AGREEMENTS, float_form=AGREEMENTS[0]),
+            Validation(ValidationStatus.RAN, AGREEMENTS, integers=AGREEMENTS[0]),
             "agrees with its float form on synthetic inputs",
         ),
         (

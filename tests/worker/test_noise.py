@@ -42,8 +42,8 @@ def test_the_float_form_is_the_reference_and_the_integers_differ_from_it(
 ) -> None:
     spec, path, floats = referred(quantized(source, tmp_path), tmp_path)
     expected = source_reference(spec, onnx.load(path), path, floats)
-    assert expected.facts.float_form is not None
-    assert 20 < (expected.facts.float_form.snr or 0) < 70
+    assert expected.facts.integers is not None
+    assert 20 < (expected.facts.integers.snr or 0) < 70
     unmeasured = reference(spec, onnx.load(floats), floats)
     for name, array in unmeasured.runs[0].outputs[0].items():
         np.testing.assert_array_equal(expected.runs[0].outputs[0][name], array)

@@ -151,7 +151,7 @@ def _compare(
         session = open_with_reads(result, rest, cpu_options())
     else:
         session = simplified() if simplified else open_session(result, cpu_options())
-    name = "the source model's" if expected.facts.float_form is None else "its float form's"
+    name = "the source model's" if expected.facts.integers is None else "its float form's"
     name += f" before it was {done}" if done else ""
     subject = Subject(model, "the prepared model on the CPU", name)
     announce(f"running {subject.what}")

@@ -1,4 +1,4 @@
-"""Change a prepared model where an EP refuses it or computes it wrong, and compare the result with the source.
+"""Change a prepared model where an EP refuses it, or computes it wrong; compare the result with the source.
 
 Nodes are rewritten, unrolled, corrected, or left to the CPU.
 """

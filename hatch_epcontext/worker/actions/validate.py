@@ -139,8 +139,8 @@ def _compare(
         return Validated(replace(validation, emulation=emulation), beaten=True)
     if request.target.settings.changes_precision:
         expected = for_other_numbers(expected)
-    float_form = expected.facts.float_form
-    subject = Subject(model, reference="the CPU's" if float_form is None else "its float form's")
+    reference = "the CPU's" if expected.facts.integers is None else "its float form's"
+    subject = Subject(model, reference=reference)
     runs = _chosen_runs(request, expected, divergence, emulated)
     report = partial(announce, f"running {subject.what}")
     compared = compare_runs(session, expected, tolerance, runs, emulated, request.to_beat, report)
@@ -163,7 +163,7 @@ def _compare(
             request.target.provider,
             _format(request),
         ),
-        float_form=float_form,
+        integers=expected.facts.integers,
     )
     if not compared.beaten and divergence:
         announce("looking for the first node that differs")

@@ -46,7 +46,7 @@ class Facts:
     """What is known of the source model: its ``states`` and ``outputs``, with the values inside it that are
     compared like outputs; and what a TopK, an ArgMax or a NonMaxSuppression selects (``selections``).
 
-    ``is_lasting``: whether states decay so slowly that errors in them add up. ``float_form``: how near
+    ``is_lasting``: whether states decay so slowly that errors in them add up. ``integers``: how near
     dynamic integers are to the float form, if that is the reference. ``batch``: see `Validated`.
     ``ranges``: of the inputs, if they are random. ``deciders``: the values that decide which branch runs.
     ``multiply_adds``: about how many a run needs.
@@ -56,7 +56,7 @@ class Facts:
     outputs: Mapping[str, OutputFacts] = field(default_factory=dict)
     selections: Selections = Selections()
     is_lasting: bool = False
-    float_form: Agreement | None = None
+    integers: Agreement | None = None
     batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     ranges: Mapping[str, Range] = field(default_factory=dict)
     deciders: tuple[str, ...] = ()
