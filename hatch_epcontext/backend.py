@@ -188,11 +188,8 @@ class _Build(ProjectBuild):
         except (EpcontextError, KeyboardInterrupt, Terminated):
             raise
         except BaseException as error:
-            reason = (
-                f" ({error})."
-                if isinstance(error, ImportError | AttributeError)
-                else f":\n{_account(error)}"
-            )
+            is_missing = isinstance(error, ImportError | AttributeError)
+            reason = f" ({error})." if is_missing else f":\n{_account(error)}"
             message = f"names {name}, which cannot be imported{reason}"
             hint = "Correct it, or add its package to requires in [build-system]."
             raise ConfigError(Problem.at(_KEY, Kind.INVALID_VALUE, message, hint)) from None

@@ -166,13 +166,8 @@ def models_argument(
     *, required: bool = True, type_: click.Path = existing_file
 ) -> Callable[[Command], Command]:
     """``MODEL...``."""
-    return click.argument(
-        "models",
-        nargs=-1,
-        required=required,
-        metavar="MODEL..." if required else "[MODEL...]",
-        type=type_,
-    )
+    metavar = "MODEL..." if required else "[MODEL...]"
+    return click.argument("models", nargs=-1, required=required, metavar=metavar, type=type_)
 
 
 _OF_ARGUMENTS = ((), ("path",), ("targets",))

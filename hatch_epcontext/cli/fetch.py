@@ -50,11 +50,8 @@ def command(project: Path, pins: bool) -> None:
         # What pinning cannot mend is an error before the download.
         read(_as_if_pinned(tool_table(root), [*filter(None, keys)]))
         check_folder((root / FILE).resolve().parent)
-        _pin(
-            root / FILE,
-            [*filter(None, keys)],
-            Downloads(store, log, offline=environment_or_error().offline),
-        )
+        downloads = Downloads(store, log, offline=environment_or_error().offline)
+        _pin(root / FILE, [*filter(None, keys)], downloads)
         config = read(tool_table(root))
     else:
         if pins:

@@ -50,14 +50,12 @@ def command(command: tuple[str, ...], compiled_shapes: bool) -> None:
     # Of several sizes the first, which `load` opens; where all targets leave them open, none.
     for model in config.models:
         sizes = {"dims": dict(model.dims), "shapes": dict(model.shapes)}
-        models.setdefault(
-            model.configured_name,
-            {
-                "sha256": file_sha256(model.path) if model.path.is_file() else None,
-                "show": compiled_shapes,
-                **(sizes if model.static_shapes else {key: {} for key in sizes}),
-            },
-        )
+        settings = {
+            "sha256": file_sha256(model.path) if model.path.is_file() else None,
+            "show": compiled_shapes,
+            **(sizes if model.static_shapes else {key: {} for key in sizes}),
+        }
+        models.setdefault(model.configured_name, settings)
     recorded = Path(".epcontext-samples")
     if recorded.exists():
         raise click.UsageError(f"{recorded} exists, and nothing is overwritten: move it away.")

@@ -446,14 +446,12 @@ def _given(table: TargetTable) -> Mapping[str, Any]:
 
 def _with_defaults(table: TargetTable) -> TargetTable:
     """``table`` with the defaults of its missing keys."""
-    return dataclasses.replace(
-        table,
-        **{
-            field.name: declaration_of(field).otherwise
-            for field in dataclasses.fields(TargetTable)
-            if getattr(table, field.name) is None
-        },
-    )
+    missing = {
+        field.name: declaration_of(field).otherwise
+        for field in dataclasses.fields(TargetTable)
+        if getattr(table, field.name) is None
+    }
+    return dataclasses.replace(table, **missing)
 
 
 def _compile_settings(

@@ -279,9 +279,6 @@ def _known(value: T | None, reason: str) -> T:
 
 
 def _is_few(facts: TensorFacts) -> bool:
-    few = (
-        facts.shape is not None
-        and len(facts.shape) <= 1
-        and all(isinstance(size, int) and size <= _MAX_SETTINGS for size in facts.shape)
-    )
-    return few and (facts.dtype == "bool" or "int" in facts.dtype)
+    is_list = facts.shape is not None and len(facts.shape) <= 1
+    are_few = all(isinstance(size, int) and size <= _MAX_SETTINGS for size in facts.sizes)
+    return is_list and are_few and (facts.dtype == "bool" or "int" in facts.dtype)

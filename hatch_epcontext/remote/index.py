@@ -53,11 +53,8 @@ def files_of(distribution: str, index: str) -> list[IndexFile]:
 def _files_in_json(page: web.Document) -> Iterator[IndexFile]:
     for file in json.loads(page.content)["files"]:
         sha256 = str(file["hashes"].get("sha256"))
-        yield IndexFile(
-            str(file["filename"]),
-            urljoin(page.url, file["url"]),
-            sha256 if is_sha256(sha256) else "",
-        )
+        name, url = str(file["filename"]), urljoin(page.url, file["url"])
+        yield IndexFile(name, url, sha256 if is_sha256(sha256) else "")
 
 
 def _files_in_html(page: web.Document) -> Iterator[IndexFile]:

@@ -417,29 +417,22 @@ def left_to_do(project: Project, config: Config) -> list[tuple[str, list[str]]]:
     more = f"  # or {', '.join(others)}" if others else ""
     module = ".".join((config.output or _output(project)).parts)
     table = "[tool.poetry.dependencies]" if project.is_of_poetry else "the dependencies of the app"
+    bounds = loose_bounds(config.targets, project.dependencies, project.requires_python)
     return [
         ("In the app:", [f"from {module} import load", f"session = load({name}){more}"]),
         (f"In {table}:", [*_dependencies(project, config)]),
         ("To keep the plain models out of the wheel:", [*_excluding(project, config)]),
-        (
-            "In the metadata:",
-            [*loose_bounds(config.targets, project.dependencies, project.requires_python)],
-        ),
+        ("In the metadata:", [*bounds]),
     ]
 
 
 def _excluding(project: Project, config: Config) -> Iterator[str]:
     """How the build back end leaves out the models in the app's import packages, which it may pack."""
     files = {}
-    for model in config.models:
-        path = (
-            PurePosixPath(os.path.relpath(model.path, project.root))
-            if model.download is None
-            else None
-        )
-        if path and any(
-            (project.root / folder / "__init__.py").is_file() for folder in path.parents
-        ):
+    for model in (model for model in config.models if model.download is None):
+        path = PurePosixPath(os.path.relpath(model.path, project.root))
+        modules = (project.root / folder / "__init__.py" for folder in path.parents)
+        if any(module.is_file() for module in modules):
             start = path.parts[0] in SOURCE_FOLDERS
             folder = PurePosixPath(*path.parts[start:-1])
             for file in model_files(project.root / path):

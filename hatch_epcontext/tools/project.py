@@ -104,13 +104,10 @@ class Project:
         name = self.table("build-system").get("build-backend")
         if isinstance(name, str):
             return name
-        old = any((self.root / file).is_file() for file in ("setup.py", "setup.cfg"))
+        is_old = any((self.root / file).is_file() for file in ("setup.py", "setup.cfg"))
         # As PEP 517 says.
-        return (
-            "setuptools.build_meta:__legacy__"
-            if self.table("build-system") or old
-            else "hatchling.build"
-        )
+        is_of_setuptools = is_old or self.table("build-system")
+        return "setuptools.build_meta:__legacy__" if is_of_setuptools else "hatchling.build"
 
     @property
     def is_hatchling(self) -> bool:

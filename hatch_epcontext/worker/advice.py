@@ -34,11 +34,8 @@ _ROWS = 5
 def simplified_tolerance(model: Model) -> Tolerance:
     """`SIMPLIFIED`, or what the configuration of ``model`` allows if that is more."""
     table = model.validate.tolerance or ToleranceTable()
-    return replace(
-        SIMPLIFIED,
-        **_allowed(table),
-        outputs={output: _allowed(limits) for output, limits in table.outputs.items()},
-    )
+    outputs = {output: _allowed(limits) for output, limits in table.outputs.items()}
+    return replace(SIMPLIFIED, **_allowed(table), outputs=outputs)
 
 
 def _allowed(limits: LimitsTable) -> dict[str, Any]:
@@ -199,11 +196,10 @@ def _advice(agreement: Agreement, limits: Tolerance, subject: Subject) -> Advice
     if is_absolute and agreement.max_abs > (limits.atol or 0):
         needed["atol"] = float(f"{1.006 * agreement.max_abs:.3g}")
     # No limit should allow an output, or a slice such as one class, with an error of half of the signal.
-    is_wrong = (
-        needed["snr"] < GAIN or (agreement.worst_snr is not None and agreement.worst_snr < GAIN)
-        if "snr" in needed
-        else needed.get("cosine", 1) <= 0
-    )
+    is_wrong = needed.get("cosine", 1) <= 0
+    if "snr" in needed:
+        worst = math.inf if agreement.worst_snr is None else agreement.worst_snr
+        is_wrong = min(needed["snr"], worst) < GAIN
     if is_wrong:
         wrong = f"{what[0].upper()}{what[1:]} is wrong there"
         if are_given:

@@ -54,11 +54,9 @@ def optimize(
             "optimization.disable_specified_optimizers", ";".join(_FUSIONS)
         )
     model = onnx.load(source, load_external_data=False)
-    data = None
-    if (target and target.settings.external_initializers) or external_data(
-        model, source, source.name
-    ):
-        data = f"{result.stem}.data"
+    is_apart = target is not None and target.settings.external_initializers
+    has_data = is_apart or external_data(model, source, source.name)
+    data = f"{result.stem}.data" if has_data else None
     keep_float16 = target is None or target.provider.computes_float16
     if portable and keep_float16 and graph.has_float16(model):
         _optimize_for_no_ep(source, result, level, session_options, data)

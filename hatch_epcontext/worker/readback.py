@@ -195,19 +195,15 @@ def _check_data(
     try:
         external_data(onnx_model, result, result.name)
     except ModelError as error:
-        raise RefusedError(
-            *(
-                Problem(
-                    Kind.WRONG_RESULT,
-                    problem.location,
-                    f"{provider.ep} left tensors in the source model's external data: "
-                    f"{problem.message}",
-                    "Give them a file of their own (not tried).",
-                    settings=(Setting(model.key / "external-initializers", True),),
-                )
-                for problem in error.problems
-            )
-        ) from error
+        start = f"{provider.ep} left tensors in the source model's external data"
+        hint = "Give them a file of their own (not tried)."
+        settings = (Setting(model.key / "external-initializers", True),)
+        kind = Kind.WRONG_RESULT
+        problems = (
+            Problem(kind, p.location, f"{start}: {p.message}", hint, settings=settings)
+            for p in error.problems
+        )
+        raise RefusedError(*problems) from error
 
 
 def _not_embeddable(

@@ -116,11 +116,9 @@ def _with_deciders(facts: NodeFacts, node: onnx.NodeProto | None, scope: Scope) 
     for name in () if node is None else node.input:
         if by := deciders(scope, name):
             inputs = describe_deciders(by)
-            decides = (
-                f"it reads the input {inputs}"
-                if name in by
-                else f"the input {inputs} decides {name!r}"
-            )
+            decides = f"the input {inputs} decides {name!r}"
+            if name in by:
+                decides = f"it reads the input {inputs}"
             reason = "; ".join(filter(None, (facts.reason, decides)))
             return replace(facts, reason=reason, deciders=by)
     return facts

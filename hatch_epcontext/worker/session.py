@@ -137,11 +137,8 @@ def _with_own_cache(value: str) -> str:
 
 def open_session(model: Path | bytes, session_options: ort.SessionOptions) -> ort.InferenceSession:
     """Open a session without fallback: by default the CPU EP replaces an EP that fails."""
-    return ort.InferenceSession(
-        model if isinstance(model, bytes) else near(model),
-        session_options,
-        enable_fallback=0,
-    )
+    source = model if isinstance(model, bytes) else near(model)
+    return ort.InferenceSession(source, session_options, enable_fallback=0)
 
 
 def open_unoptimized(model: bytes, path: Path | None = None) -> ort.InferenceSession:

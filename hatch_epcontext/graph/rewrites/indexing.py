@@ -182,11 +182,8 @@ def compress_as_gather(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
         return None
     axis = graph.attribute(node, "axis", None)
     value = builder.reshape(value, [-1]) if axis is None else value
-    return [
-        builder.add(
-            "Gather", value, builder.store(np.flatnonzero(kept).astype(np.int64)), axis=axis or 0
-        )
-    ]
+    indices = builder.store(np.flatnonzero(kept).astype(np.int64))
+    return [builder.add("Gather", value, indices, axis=axis or 0)]
 
 
 _SIZED = "a computed input decides the size of its result: freeze it with constants"

@@ -185,12 +185,9 @@ def _swap(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 def _has_large_divisors(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether a Div has several stored float32 divisors, of which some are large."""
     divisors = scope.constant(graph.operand(node, 1))
-    return (
-        divisors is not None
-        and divisors.dtype == np.float32
-        and divisors.size > 1
-        and bool((np.abs(divisors) > _LARGEST_DIVISOR).any() and divisors.all())
-    )
+    if divisors is None or divisors.dtype != np.float32 or divisors.size < 2:
+        return False
+    return bool((np.abs(divisors) > _LARGEST_DIVISOR).any() and divisors.all())
 
 
 def _multiply(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:

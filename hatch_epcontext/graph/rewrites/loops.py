@@ -74,13 +74,11 @@ def unroll_scan(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
         ]
 
     states, scans = _copies(body, builder, trips, states, items, first=0)
-    return [
-        *states,
-        *(
-            builder.stack(values[::-1] if is_backward else values, axis)
-            for values, axis, is_backward in zip(scans, result_axes, result_backward, strict=True)
-        ),
-    ]
+    stacked = (
+        builder.stack(values[::-1] if is_backward else values, axis)
+        for values, axis, is_backward in zip(scans, result_axes, result_backward, strict=True)
+    )
+    return [*states, *stacked]
 
 
 def _copies(
@@ -230,12 +228,9 @@ def _loop_once(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         results.append(onnx.ValueInfoProto(name=inner.output[index], type=type_))
     number = helper.make_tensor_value_info(builder.fresh("number"), TensorProto.INT64, [])
     condition = helper.make_tensor_value_info(cond, TensorProto.BOOL, [])
-    body = helper.make_graph(
-        [helper.make_node("Identity", [cond], [goes_on], f"{inner.name}/condition"), inner],
-        builder.fresh("once"),
-        [number, condition],
-        results,
-    )
+    passed = helper.make_node("Identity", [cond], [goes_on], f"{inner.name}/condition")
+    name = builder.fresh("once")
+    body = helper.make_graph([passed, inner], name, [number, condition], results)
     operands = [builder.store(np.int64(1)), builder.store(np.bool_(True))]
     outputs = builder.add_all("Loop", operands, [name for name in node.output if name], body=body)
     builder.nodes[-1].name = node.name

@@ -105,13 +105,9 @@ def _add_cache_key(result: Path, name: str) -> None:
     onnx_model = onnx.load(result, load_external_data=False)
     data = external_data(onnx_model, result, result.name)
     hashes = [file_sha256(file) for file in (result, *(result.parent / name for name in data))]
-    onnx.helper.set_model_props(
-        onnx_model,
-        {
-            **{entry.key: entry.value for entry in onnx_model.metadata_props},
-            name: hashlib.sha256("".join(hashes).encode()).hexdigest()[:32],
-        },
-    )
+    properties = {entry.key: entry.value for entry in onnx_model.metadata_props}
+    properties[name] = hashlib.sha256("".join(hashes).encode()).hexdigest()[:32]
+    onnx.helper.set_model_props(onnx_model, properties)
     onnx.save(onnx_model, result)
 
 

@@ -67,12 +67,8 @@ def handle(request: ConverseRequest) -> tuple[Answer, ...]:
 
 def answer_on_cpu(genai: Any, folder: str, about: Genai, prompt: Sequence[int]) -> None:
     """Let the folder itself answer ``prompt``; raises RuntimeError if it does not."""
-    _rows(
-        genai,
-        _open(genai, folder, json.dumps(about.plain_overlay)),
-        prompt,
-        slots=_slots(about, prompt),
-    )
+    model = _open(genai, folder, json.dumps(about.plain_overlay))
+    _rows(genai, model, prompt, slots=_slots(about, prompt))
 
 
 @dataclass(frozen=True)

@@ -80,11 +80,8 @@ def handle(request: ValidateRequest) -> Validated:
 def _validate(request: ValidateRequest) -> Validated:
     provider = request.target.provider
     unavailable = _unavailable(request)
-    validation = Validation(
-        ValidationStatus.RAN,
-        reason=unavailable,
-        synthetic=request.model.validate.inputs in SYNTHETIC,
-    )
+    synthetic = request.model.validate.inputs in SYNTHETIC
+    validation = Validation(ValidationStatus.RAN, reason=unavailable, synthetic=synthetic)
     if unavailable is not None:
         # An optimized graph is plain ONNX, which the CPU EP runs instead.
         on_cpu = provider.product == "optimized"
@@ -206,12 +203,8 @@ def _chosen_runs(
     # Inputs that the app has count more than inputs that may be worse.
     if not (divergence and emulated and request.model.validate.inputs in SYNTHETIC):
         return None
-    runs = choose(
-        emulated,
-        expected.facts.deciders,
-        is_optimistic=divergence.model.optimistic is not None,
-        is_brief=request.is_brief,
-    )
+    deciders, is_optimistic = expected.facts.deciders, divergence.model.optimistic is not None
+    runs = choose(emulated, deciders, is_optimistic=is_optimistic, is_brief=request.is_brief)
     # The worst one first says soonest that a result is beaten.
     return sorted(runs, key=lambda run: emulated.of(run).margin) if request.to_beat else runs
 

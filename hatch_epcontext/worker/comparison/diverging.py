@@ -87,14 +87,10 @@ class _Inner:
         readers = [
             scope.nodes[index] for name in node.output for index in scope.readers.get(name, ())
         ]
-        return (
-            not number
-            or not readers
-            or any(
-                self.behind(reader) > _MATTERS and self._lasts(reader, scope, number - 1)
-                for reader in readers
-            )
-        )
+        if not number or not readers:
+            return True
+        behind = (reader for reader in readers if self.behind(reader) > _MATTERS)
+        return any(self._lasts(reader, scope, number - 1) for reader in behind)
 
 
 @dataclass(frozen=True)

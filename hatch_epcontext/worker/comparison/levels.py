@@ -134,14 +134,8 @@ def choose(
         chosen = sorted(chosen, key=lambda run: levels.of(run).margin)[: 1 if is_brief else 2]
     runs = [level.run for level in every]
     telling = with_branches(with_telling(chosen, runs), runs, deciders)
-    return [
-        *telling,
-        *(
-            run
-            for run in _far(every, is_large=is_large)
-            if all(run is not other for other in telling)
-        ),
-    ]
+    far = _far(every, is_large=is_large)
+    return [*telling, *(run for run in far if all(run is not other for other in telling))]
 
 
 def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:

@@ -79,11 +79,8 @@ def align(
         columns = [span for span in group if span.output in outputs]
         sizes = {span.of(outputs).shape[:2] for span in columns}
         # Without the scores nothing says which rows may be others.
-        if (
-            any(span.is_score for span in columns)
-            and len(sizes) == 1
-            and 0 < max(sizes)[1] <= _MAX_ROWS
-        ):
+        has_scores = any(span.is_score for span in columns)
+        if has_scores and len(sizes) == 1 and 0 < max(sizes)[1] <= _MAX_ROWS:
             rows = Rows(columns, expected, unit, elsewhere)
             rows.put(result, *_compare_rows(rows, outputs, expected, candidates))
     for name, choice in selections.choices.items():
