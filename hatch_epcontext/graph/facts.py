@@ -64,7 +64,8 @@ class Far:
     Integers from ``low`` to ``high``, both included, of all magnitudes; floats from ``low`` to ``high``; or
     numbers around ``centers``, which have the ``shape`` of a constant, with the standard deviations
     ``spreads``, as multiples of ``unit`` if that is not 0. Each number is around any of several ``centers``
-    without a shape.
+    without a shape. ``is_offset``: whether the center is an offset of which only the size beside the spread
+    counts; such numbers are between ``low`` and ``high``, unless both are 0.
     """
 
     low: float = 0.0
@@ -73,6 +74,7 @@ class Far:
     spreads: tuple[float, ...] = ()
     shape: tuple[int, ...] = ()
     unit: float = 0.0
+    is_offset: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ class Range:
     although these are known. ``reach``: how large a graph with such constants expects values to be; 0 if
     nothing shows it. ``thresholds``: numbers with which floats are compared, in order. ``signed``: whether
     floats that nothing bounds may be negative. ``gain``: the largest factor by which integers are multiplied.
-    ``least``: the level below which such floats are lost
-    in the arithmetic, relative to their usual one.
+    ``least``: the level below which such floats are lost in the arithmetic, relative to their usual one.
+    ``shifted``: the factor by which values are multiplied of which only differences count; 0 for others.
     """
 
     low: float
@@ -114,6 +116,7 @@ class Range:
     signed: bool = True
     gain: float = 1.0
     least: float = 0.0
+    shifted: float = 0.0
 
     @property
     def is_firm(self) -> bool:

@@ -113,6 +113,9 @@ def describe_values(run: ReferenceRun, agreed: Iterable[ReferenceRun]) -> str:
 
 def _describe_far(run: ReferenceRun, name: str, far: Far, known: InputValues | None) -> str:
     """The values of the input ``name`` in ``run``, without those in the range that is ``known``."""
+    if far.is_offset:
+        share = 200 * far.spreads[0] / abs(far.centers[0])
+        return f"with differences below {share:.2g} % of the values"
     if far.centers and any(far.centers):
         centers = listing(map(show_number, dict.fromkeys(far.centers)), _MAX_NAMED)
         spread = 2 * max(far.spreads)

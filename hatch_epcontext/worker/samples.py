@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -80,6 +80,11 @@ class Sample:
             not far.centers and self.feeds[name].dtype.kind not in "iu"
             for name, far in self.far.items()
         )
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether it has values that are near each other beside an offset."""
+        return any(far.is_offset for far in self.far.values())
 
 
 def number_of_samples(multiply_adds: int) -> int:
@@ -191,7 +196,7 @@ def _far(
     for name, far in ((name, far) for name, values in others.items() for far in values):
         if far.centers:
             # Those with the same offset, of which only differences count, are in one sample.
-            equal.setdefault(far, {})[name] = far
+            equal.setdefault(replace(far, low=0.0, high=0.0), {})[name] = far
     around = [*equal.values()]
     # Models with many inputs, such as a table's columns, have several in one sample.
     room = max(1, MAX_FAR - len(groups))

@@ -28,7 +28,7 @@ from hatch_epcontext.graph.facts import Range, TensorFacts, freeze
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.uncompilable import deciders
 from hatch_epcontext.graph.values.conventions import is_batch
-from hatch_epcontext.graph.values.far import dtype_bounds
+from hatch_epcontext.graph.values.far import dtype_bounds, with_offsets
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.inputs import constant, sized
@@ -90,7 +90,8 @@ def ranges_for(
     """
     if model.validate.inputs != "random":
         return {}
-    return ranges_of_app(input_ranges(main, sized(inputs, model)), model)
+    tensors = [*sized(inputs, model)]
+    return with_offsets(ranges_of_app(input_ranges(main, tensors), model), tensors)
 
 
 def ranges_of_app(ranges: Mapping[str, Range], model: Model) -> dict[str, Range]:
@@ -103,7 +104,7 @@ def ranges_of_app(ranges: Mapping[str, Range], model: Model) -> dict[str, Range]
 
 def _of_app(known: Range, low: float, high: float) -> Range:
     usual = known.usual if known.usual is not None and low <= known.usual <= high else None
-    return Range(low, high, True, usual, known.whole)
+    return Range(low, high, True, usual, known.whole, shifted=known.shifted)
 
 
 def check_ranges(inputs: Iterable[TensorFacts], model: Model) -> None:

@@ -169,6 +169,8 @@ def far_values(facts: TensorFacts, far: Far, rng: np.random.Generator) -> Array:
         numbers = center + spread * rng.standard_normal(shape)
         if far.unit:
             numbers = np.rint(numbers / far.unit) * far.unit
+        if far.low < far.high:
+            numbers = np.clip(numbers, far.low, far.high)
         return np.asarray(numbers if _is_real(facts) else np.rint(numbers)).astype(dtype)
     if _is_real(facts):
         return rng.uniform(far.low, far.high, shape).astype(dtype)

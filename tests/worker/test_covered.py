@@ -104,6 +104,9 @@ def test_a_warning_names_only_values_that_no_run_has_that_agreed() -> None:
     # Constants of several elements are no span.
     gps = Far(centers=(48.1, 11.5), spreads=(0.5, 0.1), shape=(2,))
     assert describe_values(run({"x": gps}, x=[48, 11]), []) == "'x' within 1 of 48.1 and 11.5"
+    near = Far(0.0, 40.0, centers=(37.0,), spreads=(0.037,), is_offset=True)
+    text = "'x' with differences below 0.2 % of the values"
+    assert describe_values(run({"x": near}, x=[37.1, 37]), []) == text
     rate = Far(centers=(8000.0,), spreads=(0.0,))
     assert describe_values(run({"i": rate}, i=[8000]), []) == "'i' of 8000"
     assert describe_values(run(i=[1], x=[1.0]), agreed) == "inputs as in the sample 'a', 'x' of 1,"

@@ -161,6 +161,20 @@ def test_all_samples_are_within_the_ranges_that_the_app_keeps() -> None:
     assert (first.min(), first.max()) == (-3, 999)
 
 
+def test_ranges_of_the_app_have_neighbours_and_inputs_that_differ_by_little() -> None:
+    made = parsed("(float[1, 8] a, float[1, 8] b) => (float[1, 8] y) { y = Sub (a, b) }")
+    settings = spec(validate=ValidateTable(ranges={"a": (30, 37), "b": (33, 42)}))
+    inputs = [graph.facts(value) for value in graph.inputs(made.graph)]
+    ranges = ranges_for(typed_graph(made, settings), inputs, settings)
+    far = [sample for sample in samples_of(inputs, settings, ranges) if sample.has_offset]
+    assert [[*sample.far] for sample in far] == [["a", "b"]] * 2
+    for sample, share in zip(far, (1 / 1000, 1 / 4000), strict=True):
+        both = np.concatenate([sample.feeds["a"], sample.feeds["b"]])
+        assert both.min() >= 33
+        assert both.max() <= 37
+        assert 0.5 < both.std() / (37 * share) < 1.5
+
+
 @pytest.mark.parametrize(
     ("ranges", "kind"),
     [

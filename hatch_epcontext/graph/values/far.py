@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 
@@ -61,11 +61,13 @@ _SECONDS = frozenset({3600, 86400, 604800})
 _MAX_VALUES = 4
 """The most other values of a number that is compared."""
 
-_OFFSET = 1000.0
-"""The offset of values of which only differences count, such as prices, over their deviation."""
+_OFFSET, _OF_INTEGERS = 1000.0, 48000.0
+"""The offsets of values of which only differences count, such as prices, and of integers, such as clocks."""
 
-_OF_INTEGERS = 48000.0, 16.0
-"""The offset of integers, such as clocks, and their deviation: as floats, those up to 2048 are exact."""
+_BESIDE_OFFSETS, _OF_WHOLE = (1 / 1000, 1 / 4000), (1 / 3000,)
+"""The deviations beside an offset, relative to it: differences are lost in float16 from the first one on, and
+means of their squares from the second one on.
+"""
 
 _SIZES = tuple(2.0**exponent for exponent in range(5, 16, 2))
 """The sizes of floats whose powers matter: from 32 to that of int16."""
@@ -357,7 +359,8 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         return replace(ordinary, far=(Far(centers=(uses.skipping,), spreads=(0.0,)),))
     if dtype.kind in "bc" or ordinary.usual is not None:
         return ordinary
-    ordinary = replace(ordinary, thresholds=uses.thresholds, least=uses.least)
+    shifted = uses.scale if uses.is_shifted and not looks_like_image(facts) else 0.0
+    ordinary = replace(ordinary, thresholds=uses.thresholds, least=uses.least, shifted=shifted)
     if not is_float(dtype):
         reach = max(uses.reach, _expected(uses.scale) if uses.scale < 1 else 0.0)
         reach = 0.0 if ordinary.is_firm else reach
@@ -368,13 +371,44 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     sound = uses.is_signal and looks_like_sound(facts)
     far = [*_larger(facts, uses)]
     far += [*_around(facts, ordinary, uses)]
-    if uses.is_shifted and not (looks_like_sound(facts) or looks_like_image(facts)):
-        far.append(Far(centers=(_OFFSET / uses.scale,), spreads=(1 / uses.scale,)))
     if sound:
         far.append(Far(centers=(0.0,), spreads=(_OF_SOUND,)))
-    elif not far and uses.scale < 1 / _SCALED:
+    elif not (far or ordinary.shifted) and uses.scale < 1 / _SCALED:
         far.append(Far(centers=(0.0,), spreads=(_expected(uses.scale) / DEVIATIONS,)))
     return replace(ordinary, far=tuple(far), sound=sound)
+
+
+def with_offsets(ranges: Mapping[str, Range], inputs: Iterable[TensorFacts]) -> dict[str, Range]:
+    """``ranges`` of the ``inputs``: those of which only differences count also have values that are near each
+    other beside an offset, which is the same where ranges overlap.
+    """
+    known = [range_ for range_ in ranges.values() if range_.shifted and range_.known]
+    return dict(ranges) | {
+        facts.name: replace(range_, far=(*range_.far, *_offsets(facts, range_, known)))
+        for facts in inputs
+        if facts.name in ranges
+        and (range_ := ranges[facts.name]).shifted
+        and (range_.low >= 0 or not looks_like_sound(facts))
+    }
+
+
+def _offsets(facts: TensorFacts, range_: Range, known: Iterable[Range]) -> Iterator[Far]:
+    low = high = 0.0
+    offset = _OF_INTEGERS if range_.whole else _OFFSET / range_.shifted
+    if range_.known:
+        low, high = range_.low, range_.high
+        for other in known:
+            common = max(low, other.low), min(high, other.high)
+            low, high = common if common[0] < common[1] else (low, high)
+        offset = high if high >= -low else low
+    elif range_.whole and dtype_bounds(facts)[1] <= offset:
+        return
+    for share in _OF_WHOLE if range_.whole else _BESIDE_OFFSETS:
+        spread = abs(share * offset)
+        if spread >= 1 or not range_.whole:
+            # Inside of the range.
+            center = offset - math.copysign(4 * spread, offset) if range_.known else offset
+            yield Far(low, high, (center,), (spread,), is_offset=True)
 
 
 def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
@@ -412,9 +446,6 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
     if lowest < 0 and not offset:
         yield Far(-min(_SMALL, largest), min(_SMALL, largest))
     yield from _around(facts, ordinary, uses)
-    offset_of_all, deviation = _OF_INTEGERS
-    if uses.is_shifted and highest > offset_of_all:
-        yield Far(centers=(offset_of_all,), spreads=(deviation,))
     if largest > _SMALL and not offset:
         yield Far(-largest if lowest < 0 else 0.0, largest)
 

@@ -124,8 +124,13 @@ def _counts(run: ReferenceRun, emulated: Levels | None) -> bool:
 
 
 def _is_known(run: ReferenceRun, result: Comparison) -> bool:
-    """Whether smaller floats than those of ``run`` differ already."""
-    return run.is_larger and any(difference.run.is_larger for difference in result.unusual)
+    """Whether smaller floats than those of ``run`` differ already, or ones with larger differences beside
+    an offset.
+    """
+    others = [difference.run for difference in result.unusual]
+    return (run.is_larger and any(other.is_larger for other in others)) or (
+        run.has_offset and any(other.has_offset for other in others)
+    )
 
 
 def _gap(level: Level, emulated: Levels, run: ReferenceRun) -> float:

@@ -143,11 +143,19 @@ def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
     shows nothing of integers, nor all that kernels do to large values.
     """
     far = sorted((level for level in levels if level.run.far), key=lambda level: level.margin)
-    # Of floats that only become larger, the smallest that differ say where that begins.
-    larger = [level.run for level in levels if level.run.is_larger and level.margin < 0]
+    wrong = [level.run for level in levels if level.run.far and level.margin < 0]
+    # Of floats that only become larger, the smallest that differ say where that begins; the first beside an
+    # offset have the largest differences.
+    larger = [run for run in wrong if run.is_larger]
+    offsets = [run for run in wrong if run.has_offset]
     differing = [
         *larger[:_MOST_LARGER],
-        *(level.run for level in far if level.margin < 0 and not level.run.is_larger),
+        *offsets,
+        *(
+            level.run
+            for level in far
+            if level.margin < 0 and not (level.run.is_larger or level.run.has_offset)
+        ),
     ]
     if is_large:
         return differing[:1]

@@ -10,6 +10,7 @@ from onnx import helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import InFloats, Range
+from hatch_epcontext.graph.values.far import with_offsets
 from hatch_epcontext.graph.values.ranges import input_ranges
 from tests.models import parsed
 
@@ -23,7 +24,7 @@ def all_of(text: str, **stored: Any) -> dict[str, Range]:
     """The ranges with the values that are far from the ordinary."""
     model = parsed(text, check=False, **stored)
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
-    return input_ranges(graph.inferred(model), inputs)
+    return with_offsets(input_ranges(graph.inferred(model), inputs), inputs)
 
 
 def ranges_of(model: onnx.ModelProto) -> dict[str, Range]:
@@ -40,6 +41,7 @@ def ranges_of(model: onnx.ModelProto) -> dict[str, Range]:
             thresholds=(),
             signed=True,
             least=0.0,
+            shifted=0.0,
         )
         for name, each in found.items()
     }
@@ -333,11 +335,11 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
         ),
         ("(float[5, 9] t, int32[2] x) => (float[2, 9] y) { y = Gather (t, x) }", [(-5, 4)]),
         # Neighbours in a series, and all less their mean; no columns of a table, and no layer's rows.
-        (NEIGHBOURS.format(31, 32), [(1000, 1)]),
+        (NEIGHBOURS.format(31, 32), [(1000, 1), (1000, 0.25)]),
         (NEIGHBOURS.format(1, 2), []),
         (
             "(float[1, 32] x) => (float[] y) { m = ReduceMean <axes = [1]> (x) y = Sub (x, m) }",
-            [(1000, 1)],
+            [(1000, 1), (1000, 0.25)],
         ),
         (
             "(float[1, 4, 32] x) => (float[] y) { m = ReduceMean <axes = [2]> (x) y = Sub (x, m) }",
@@ -473,9 +475,17 @@ def test_constants_are_beside_what_they_are_added_to() -> None:
 @pytest.mark.parametrize(
     ("types", "nodes", "expected"),
     [
-        ("float", "y = Sub (x, z)", {"x": (1000, 1), "z": (1000, 1)}),
+        (
+            "float",
+            "y = Sub (x, z)",
+            {"x": [(1000, 1), (1000, 0.25)], "z": [(1000, 1), (1000, 0.25)]},
+        ),
         # The difference is of tens.
-        ("float", "d = Sub (x, z) y = Div (d, k)", {"x": (5000, 5), "z": (5000, 5)}),
+        (
+            "float",
+            "d = Sub (x, z) y = Div (d, k)",
+            {"x": [(5000, 5), (5000, 1.25)], "z": [(5000, 5), (5000, 1.25)]},
+        ),
         ("float", "a = Mul (x, k) y = Sub (a, z)", {}),
         ("float", "y = Add (x, z)", {}),
         # A pole, of which no value is near.
@@ -485,7 +495,7 @@ def test_constants_are_beside_what_they_are_added_to() -> None:
         (
             "int32",
             "a = Cast <to = 1> (x) b = Cast <to = 1> (z) y = Sub (a, b)",
-            {"x": (48000, 16), "z": (48000, 16)},
+            {"x": [(48000, 16)], "z": [(48000, 16)]},
         ),
         # Integers are exact.
         ("int32", "d = Sub (x, z) y = Cast <to = 1> (d)", {}),
@@ -493,14 +503,13 @@ def test_constants_are_beside_what_they_are_added_to() -> None:
     ],
 )
 def test_two_inputs_whose_difference_counts_have_a_common_offset(
-    types: str, nodes: str, expected: dict[str, tuple[float, float]]
+    types: str, nodes: str, expected: dict[str, list[tuple[float, float]]]
 ) -> None:
     text = f"({types}[4] x, {types}[4] z) => (y) <float k = {{10}}> {{ {nodes} }}"
     offsets = {
-        name: (*far.centers, *far.spreads)
+        name: near
         for name, range_ in all_of(text).items()
-        for far in range_.far
-        if far.centers
+        if (near := spans(replace(range_, far=tuple(far for far in range_.far if far.is_offset))))
     }
     assert offsets == expected
 
@@ -521,6 +530,19 @@ def test_a_factor_is_what_other_values_are_multiplied_with_or_divided_by() -> No
     head = "(float[1] temperature, float[4] z) => (y)"
     assert ranges(f"{head} {{ y = Div (z, temperature) }}")["temperature"].usual == 1
     assert ranges(f"{head} {{ y = Sub (z, temperature) }}")["temperature"].usual is None
+
+
+def test_offsets_are_common_to_the_ranges_of_inputs_and_within_them() -> None:
+    text = """(float[4] x, float[4] z) => (y, v) <float k = {0.001}, float degree = {0.0175}>
+        { d = Sub (x, z) e = Div (d, k) y = Clip (e, low, high) a = Mul (z, degree) v = Sin (a) }"""
+    found = all_of(text, low=np.float32(-3), high=np.float32(3))
+    offsets = [far for range_ in found.values() for far in range_.far]
+    assert len(offsets) == 4
+    # At the end of the smallest range.
+    assert len({far.centers for far in offsets}) == 2
+    for far in offsets:
+        assert far.is_offset
+        assert 0.9 * far.high < far.centers[0] < far.high
 
 
 def test_pictures_and_sound_have_no_offset() -> None:
