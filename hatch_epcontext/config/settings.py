@@ -150,10 +150,8 @@ class Target:
     @property
     def needs_ep(self) -> bool:
         """Whether the build needs the EP itself: basic optimizations are the same for all EPs."""
-        return self.provider.product == "context" or self.settings.optimization in (
-            "extended",
-            "all",
-        )
+        is_optimized_for_it = self.settings.optimization in ("extended", "all")
+        return self.provider.product == "context" or is_optimized_for_it
 
 
 @dataclass(frozen=True)

@@ -130,10 +130,9 @@ class Builder:
         """Give the model the new nodes and stored tensors."""
         set_nodes(self.model.graph, self.nodes)
         self.model.graph.initializer.extend(self.stored)
-        domains = {entry.domain for entry in self.model.opset_import}
-        if graph.MICROSOFT not in domains and any(
-            node.domain == graph.MICROSOFT for node in graph.nodes(self.model.graph)
-        ):
+        named = {entry.domain for entry in self.model.opset_import}
+        needed = {node.domain for node in graph.nodes(self.model.graph)}
+        if graph.MICROSOFT in needed - named:
             self.model.opset_import.add(domain=graph.MICROSOFT, version=1)
 
     def fresh(self, name: str) -> str:

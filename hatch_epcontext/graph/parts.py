@@ -109,9 +109,8 @@ def cut_around(scope: Scope, values: Collection[str]) -> Cut | None:
 
 def _is_valid(scope: Scope, cut: Cut) -> bool:
     """Whether ``cut`` is at tensors of known types, and keeps a part of the graph of ``scope``."""
-    if any(
-        scope.dtype(name) is None or scope.sizes(name) is None for name in cut.inputs + cut.outputs
-    ):
+    names = cut.inputs + cut.outputs
+    if any(scope.dtype(name) is None or scope.sizes(name) is None for name in names):
         return False
     try:
         part_between(scope.body, cut, (), Key())

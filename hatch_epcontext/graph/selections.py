@@ -115,10 +115,8 @@ class Selections:
 
 def find_selections(model: onnx.ModelProto) -> Selections:
     """The selections of ``model``, without rows that it selects in another way than detectors."""
-    if not any(
-        node.op_type in ("TopK", "NonMaxSuppression", "ArgMax", "ArgMin")
-        for node in model.graph.node
-    ):
+    selecting = {"TopK", "NonMaxSuppression", "ArgMax", "ArgMin"}
+    if selecting.isdisjoint(node.op_type for node in model.graph.node):
         return Selections()
     scope = Scope.of(model)
     rest = _rest_of(model, scope)

@@ -71,10 +71,8 @@ def _bundle(
     folder.mkdir(exist_ok=True)
     artifact_folders = manifest.artifact_folders(result)
     for built in result.built:
-        copied, is_first = (
-            folder / built.job.folder,
-            artifact_folders[built.job.folder] == built.job.folder,
-        )
+        copied = folder / built.job.folder
+        is_first = artifact_folders[built.job.folder] == built.job.folder
         if built.folder != copied or not is_first:
             # What was compiled alone may be there, of single chips.
             shutil.rmtree(copied, ignore_errors=True)

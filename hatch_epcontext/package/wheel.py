@@ -280,11 +280,9 @@ def loose_bounds(
     if requires_python is not None:
         python, old = SpecifierSet(requires_python), [f"3.{minor}.99" for minor in range(6, 10)]
         if any(python.contains(version) for version in old):
-            allows = (
-                f"requires-python ({requires_python}) allows"
-                if requires_python
-                else "without requires-python the metadata allow"
-            )
+            allows = "without requires-python the metadata allow"
+            if requires_python:
+                allows = f"requires-python ({requires_python}) allows"
             yield (
                 f"{allows} versions of Python that cannot import the loader. "
                 'Write: requires-python = ">=3.10"'

@@ -32,10 +32,8 @@ def download_models(
     BuildError with the problems of all models.
     """
     problems: list[Problem] = []
-    root, remote = (
-        config.environment.cache_dir or default_root(),
-        [model for model in models if model.download],
-    )
+    root = config.environment.cache_dir or default_root()
+    remote = [model for model in models if model.download]
     # Without a folder for it a location is a problem of the configuration.
     if root is None or not remote:
         return

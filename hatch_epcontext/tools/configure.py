@@ -146,11 +146,8 @@ def _from_memory(config: Config, embed: object) -> Config:
     key, replace = Key() / "from-memory", dataclasses.replace
     for target in config.targets:
         provider = target.provider
-        if (
-            provider.product != "context"
-            or provider.own_context_options("", embed=True)
-            or provider.by_library
-        ):
+        writes_files = provider.by_library or provider.own_context_options("", embed=True)
+        if writes_files or provider.product != "context":
             message = f"what compiles for the {provider.name} provider reads and writes files."
             raise ConfigError(Problem.at(key, Kind.NOT_APPLICABLE, message, "Leave it out."))
         other = "embed = false" if embed is False else "external-initializers = true"

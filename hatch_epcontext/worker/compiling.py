@@ -34,14 +34,13 @@ def compile_context(
     key = None if model is None else model.key
     describe = partial(describe_refused, prepared, target)
     explainer = Explainer(target.provider, lambda: _graph(prepared), key, describe)
+    own_options = session_options or {}
     with explainer.explaining():
         try:
-            _compile(prepared, result, target, session_options or {})
+            _compile(prepared, result, target, own_options)
         except Exception as error:
-            if not (
-                _BODY.search(str(error))
-                and _compile_with_bodies(prepared, result, target, session_options or {})
-            ):
+            is_of_bodies = _BODY.search(str(error))
+            if not is_of_bodies or not _compile_with_bodies(prepared, result, target, own_options):
                 raise
     if not result.is_file():
         raise explainer.nothing_compiled()

@@ -64,19 +64,14 @@ def check_inputs(
         try:
             numpy_dtype(tensor.dtype)
         except TypeError:
-            raise _invalid(
-                model,
-                f"the input {tensor.name!r} has the dtype {tensor.dtype}, which cannot be generated.",
-                "Give an .npz with an array for each input.",
-            ) from None
+            message = f"the input {tensor.name!r} has the dtype {tensor.dtype}, which cannot be generated."
+            raise _invalid(model, message, "Give an .npz with an array for each input.") from None
         if math.prod(size if isinstance(size, int) else 1 for size in tensor.sizes) > _MAX_VALUES:
-            raise _invalid(
-                model,
-                f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated.",
-                "Check the sizes of the model's inputs.",
-                Setting(model.key_of("dims")),
-                Setting(model.key_of("shapes")),
+            message = (
+                f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated."
             )
+            settings = (Setting(model.key_of(name)) for name in ("dims", "shapes"))
+            raise _invalid(model, message, "Check the sizes of the model's inputs.", *settings)
 
 
 def _other_sizes(

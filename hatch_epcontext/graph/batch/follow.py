@@ -293,12 +293,9 @@ class _Follower:
         operands = {name: self.numbers[name] for name in node.input if name in self.numbers}
         if not operands or operands.keys() != {*filter(None, node.input)}:
             return None
-        shapes = self._shapes(node.output)
-        if any(
-            None in shape or math.prod(size or 0 for size in shape) > _MAX_NUMBERS
-            for shape in shapes
-        ):
-            return None
+        for shape in self._shapes(node.output):
+            if None in shape or math.prod(size or 0 for size in shape) > _MAX_NUMBERS:
+                return None
         try:
             return compute(node, operands, self._opset)
         except INVALID:

@@ -350,12 +350,10 @@ def _outputs(
 def _collected(loop: _Loop, every: str, hidden: str, body: Body, builder: Builder) -> Iterator[str]:
     """The results of ``loop``, if they are ``every`` value of its state, which is next called ``hidden``."""
     expected = body.values[hidden]
+    assert isinstance(expected, Rows), "it is a state of the cell"
     for name, axis, is_backward in loop.results:
         value = body.values.get(name)
-        if (
-            not (isinstance(value, Rows) and isinstance(expected, Rows))
-            or value.row.key != expected.row.key
-        ):
+        if not isinstance(value, Rows) or value.row.key != expected.row.key:
             raise _NoCellError(f"its result {name!r} is not the hidden state")
         result = builder.reshape(every, [loop.trips, *value.shape])
         if is_backward:
@@ -401,11 +399,8 @@ def _weights(
     for gate, added in zip(cell.gates, late, strict=True):
         own, more = dict(gate.linear), dict(added.linear)
         has_others = gate.terms or added.terms or not {*own} <= {*sources, name}
-        if (
-            has_others
-            or not {*more} <= {name}
-            or (recurrent and added is recurrent and name in own)
-        ):
+        is_read_twice = recurrent and added is recurrent and name in own
+        if has_others or is_read_twice or not {*more} <= {name}:
             raise _NoCellError("its gates depend on more than a sequence and the hidden state")
         parts = [own.get(s.source, np.zeros((s.size, size))) for s in sequences]
         inputs.append(np.concatenate(parts).T)

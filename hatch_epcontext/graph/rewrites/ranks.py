@@ -148,7 +148,8 @@ def reduce_rank(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
         return Declined("its axes are not fixed")
     inputs = node.input[:1] if node.op_type in _WITH_NUMBERS else node.input
     results = [known[name] for name in node.output if name]
-    groups = _groups([known[name] for name in inputs if name], results, axes, rank)
+    shapes = [known[name] for name in inputs if name]
+    groups = _groups(shapes if axes else [*shapes, *results], axes, rank)
     if len(groups) > _MOST and len(groups) >= min(rank, _TOO_MANY):
         return Declined(f"{len(groups)} of its dimensions cannot be joined")
     values = [name and _grouped(name, known[name], groups, rank, builder) for name in inputs]
@@ -193,31 +194,19 @@ def _axes(node: onnx.NodeProto, rank: int, scope: Scope, builder: Builder) -> li
     return [graph.number(node, "axis", -1 if is_softmax or node.op_type == "TopK" else 0) % rank]
 
 
-def _groups(
-    inputs: Sequence[tuple[int, ...]],
-    outputs: Sequence[tuple[int, ...]],
-    axes: Sequence[int],
-    rank: int,
-) -> list[list[int]]:
-    """Neighbouring dimensions that all values have, or repeat, together; each of ``axes`` is one."""
-    full = [(*[1] * (rank - len(shape)), *shape) for shape in inputs]
-    if not axes:
-        full += [(*[1] * (rank - len(shape)), *shape) for shape in outputs]
+def _groups(shapes: Sequence[Sequence[int]], axes: Sequence[int], rank: int) -> list[list[int]]:
+    """Neighbouring dimensions that all values of these ``shapes`` have, or repeat, together; each of ``axes``
+    is one.
+    """
+    full = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
     largest = [max(shape[axis] for shape in full) for axis in range(rank)]
     repeats = [tuple(shape[axis] == largest[axis] for shape in full) for axis in range(rank)]
     groups: list[list[int]] = []
     for axis in range(rank):
         last = groups[-1] if groups else []
-        if (
-            last
-            and axis not in axes
-            and last[0] not in axes
-            and (
-                repeats[axis] == repeats[last[0]]
-                or largest[axis] == 1
-                or all(largest[i] == 1 for i in last)
-            )
-        ):
+        can_join = bool(last) and axis not in axes and last[0] not in axes
+        is_single = largest[axis] == 1 or all(largest[other] == 1 for other in last)
+        if can_join and (is_single or repeats[axis] == repeats[last[0]]):
             last.append(axis)
             last.sort(key=lambda other: (largest[other] == 1, other))
         else:

@@ -390,11 +390,8 @@ class _Deviation:
         noise = np.asarray((self.error**2).mean(axis=self._others(axis)))
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = self.signal(axis) / noise
-            if (
-                self.facts.nature == "unit"
-                and self._size(axis) > _SHARES
-                and self.are_columns(axis)
-            ):
+            are_many = self._size(axis) > _SHARES
+            if self.facts.nature == "unit" and are_many and self.are_columns(axis):
                 ratio = np.minimum(ratio, self._peaks(axis))
             return np.asarray(10 * np.log10(ratio))
 
