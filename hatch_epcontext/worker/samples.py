@@ -165,7 +165,7 @@ def _varied(
         names[name] += 1
         if names[name] > 1:
             name = f"{name} ({names[name]})"
-        yield Sample(name, frames, nature, pattern.usual or not is_open)
+        yield Sample(name, frames, nature, pattern.suits(of_inputs))
 
 
 def _faintest(ranges: Sequence[Range]) -> float:

@@ -56,6 +56,13 @@ class Pattern:
         """The level to which most of such floats fall."""
         return self.level / 100 if self.signal == "decay" else self.level
 
+    def suits(self, ranges: Iterable[Range]) -> bool:
+        """Whether an app can have such inputs with these ``ranges``: what these bound, but for one colour."""
+        varying = [range_ for range_ in ranges if range_.usual is None and not range_.whole]
+        is_open = any(range_.is_open for range_ in varying)
+        is_bound = any(not range_.is_open for range_ in varying)
+        return (self.usual or not is_open) and not (is_bound and self.picture in _ONE_COLOUR)
+
     def nature(self, ranges: Iterable[Range]) -> str:
         """The nature of inputs with these ``ranges``, whatever their level."""
         natures = (self._nature(range_) for range_ in ranges)
@@ -319,6 +326,8 @@ _PICTURES: Mapping[str, _Picture] = {
     "nearly black": _flat(0.01),
 }
 """Shares, from 0 to 1, of a range of floats that the graph bounds."""
+
+_ONE_COLOUR = frozenset({"black", "white", "grey", "nearly black"})
 
 _Ids = Callable[[_Shape, int, int, np.random.Generator], NDArray[np.int64]]
 
