@@ -121,6 +121,11 @@ class NumberFormat:
     inexact: frozenset[str] = frozenset()
     has_reciprocals: bool = False
 
+    @property
+    def unit(self) -> float:
+        """The distance between the numbers from 1 to 2."""
+        return 2.0**-10 if self.name == "float16" else 2.0**-7
+
     def faults_of(self, operator: str) -> tuple[Fault, ...]:
         """The faults that nodes of ``operator`` may have."""
         return tuple(fault for fault in self.faults if fault.operator == operator)

@@ -37,6 +37,8 @@ EXTREMES = frozenset({"GlobalMaxPool", "MaxPool", "ReduceMax", "ReduceMin"})
 MEANS = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"})
 """Operators whose result has means of some values."""
 
+COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+
 QUANTIZES = frozenset({"QuantizeLinear", "com.microsoft.QuantizeLinear"})
 DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
 

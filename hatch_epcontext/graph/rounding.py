@@ -102,6 +102,22 @@ def rounded(values: Array, format_: NumberFormat) -> Array:
     return inside.astype(dtype).astype(np.float32)
 
 
+def with_thresholds(model: onnx.ModelProto, factor: float) -> onnx.ModelProto | None:
+    """A copy of ``model`` that compares with its stored floats times ``factor``; None if there are none."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    scope, scaled = Scope(model.graph), dict[str, onnx.TensorProto]()
+    for node in (node for node in copy.graph.node if node.op_type in operators.COMPARES):
+        for index, name in enumerate(node.input):
+            stored = scope.constant(name)
+            if stored is not None and stored.dtype == np.float32:
+                node.input[index] = f"{name} times {factor}"
+                numbers = np.asarray(stored * np.float32(factor))
+                scaled[name] = numpy_helper.from_array(numbers, node.input[index])
+    copy.graph.initializer.extend(scaled.values())
+    return copy if scaled else None
+
+
 class _EmulatedGraph:
     def __init__(self, model: onnx.ModelProto, types: Types, format_: NumberFormat) -> None:
         self._format = format_

@@ -26,7 +26,7 @@ _QUIET = 1e-2
 FAINT = 1e-3
 """The level below which only sound has values."""
 
-_ROUNDING = 2.0**-8
+NEAR = 2.0**-8
 """The distance from a threshold, relative to it, at which rounding to 8 bits and more moves no number over
 it: values so near it are rare, and say nothing of others.
 """
@@ -117,7 +117,7 @@ def _beside(numbers: Numbers, thresholds: Numbers, distance: float) -> Numbers:
     for offset in (-1, 0):
         nearest = thresholds[np.clip(indices + offset, 0, len(thresholds) - 1)]
         away = numbers - nearest
-        least = np.maximum(_ROUNDING * np.abs(nearest), distance)
+        least = np.maximum(NEAR * np.abs(nearest), distance)
         moved = nearest + np.where(away < 0, -least, least)
         numbers = np.where(np.abs(away) < least, moved, numbers)
     return numbers

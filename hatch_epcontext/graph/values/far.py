@@ -81,8 +81,6 @@ _BESIDE = 200
 _BITS = 2.0**-10
 """So large are powers of the least level: from a sixteenth of it on float16 has all bits."""
 
-_COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
-
 _INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"})
 """Operators whose indices may be negative, and then count from the end."""
 
@@ -194,7 +192,7 @@ class UsesOfInputs:
                 self.of[term.input].floats = floats
         elif operator in ("Div", "Log", "Mod"):
             self._add_reach(node)
-        elif operator in _COMPARES or operator in ("Add", "Sub"):
+        elif operator in operators.COMPARES or operator in ("Add", "Sub"):
             self._add_centers(node)
             self._add_difference(node)
         elif operator == "BatchNormalization":
@@ -252,7 +250,7 @@ class UsesOfInputs:
             value = self._terms.scope.constant(node.input[other])
             if value is not None and 0 < value.size <= _MAX_CENTERS and value.dtype.kind in "iuf":
                 numbers = -value.astype(np.float64) if node.op_type == "Add" else value
-                compared, unit = node.op_type in _COMPARES, _unit_of(value)
+                compared, unit = node.op_type in operators.COMPARES, _unit_of(value)
                 rounded = compared and value.dtype.kind == "f"
                 for term in () if compared else self._numbers(node.input[operand]):
                     uses, beside = self.of[term.input], np.abs(numbers).max() / abs(term.scale)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from hatch_epcontext.graph.dtypes import is_float
 from hatch_epcontext.graph.facts import NodeFacts
+from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.emulation import FormattedModel
 from hatch_epcontext.worker.comparison.levels import Level, Levels
@@ -20,9 +20,6 @@ from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement, Emulation
 _FLAT = 0.1
 """The share of an output's values that may change by less than the distance of the format's numbers."""
 
-_BITS: Mapping[str, int] = {"float16": 10, "bfloat16": 7}
-"""The bits after the point of a number between 1 and 2."""
-
 
 def effect(divergence: Divergence, emulated: Levels, levels: Levels) -> Emulation:
     """The effect of the format on samples, as ``emulated``; ``levels``: corrected by what the target ran."""
@@ -31,7 +28,7 @@ def effect(divergence: Divergence, emulated: Levels, levels: Levels) -> Emulatio
     if margin < SENSITIVE:
         node = divergence.first(worst.run)
         reason = f"{_describe(worst, model)}{f': {describe(node)}' if node else ''}"
-    elif hurt := next(divergence.hurt(levels), None) or _flat(reference, model.format.name):
+    elif hurt := next(divergence.hurt(levels), None) or _flat(reference, model.format):
         reason = hurt
     elif reference.facts.is_lasting:
         reason = (
@@ -82,7 +79,7 @@ def _describe(level: Level, model: FormattedModel) -> str:
     return f"{who} leaves {snr} of {level.nearest.output!r} {where}"
 
 
-def _flat(reference: Reference, format_: str) -> str | None:
+def _flat(reference: Reference, format_: NumberFormat) -> str | None:
     """An output that changes between inputs by less than the distance of ``format_``'s numbers, in words."""
     facts, usual = reference.facts, reference.usual
     if any(range_.is_open and range_.far for range_ in facts.ranges.values()):
@@ -98,13 +95,12 @@ def _flat(reference: Reference, format_: str) -> str | None:
         # Values with Inf have no spread.
         with np.errstate(invalid="ignore"):
             middle, changes = values.mean(axis=0), values.std(axis=0)
-        bits = _BITS[format_]
-        smallest = np.where(middle == 0, 0.0, 2.0 ** (np.frexp(middle)[1] - 1 - bits))
+        smallest = np.where(middle == 0, 0.0, np.ldexp(format_.unit, np.frexp(middle)[1] - 1))
         flat = np.flatnonzero((changes > 0) & (changes < smallest))
         if flat.size > _FLAT * changes.size:
             index = flat[np.argmin((changes / smallest)[flat])]
             return (
                 f"{name!r} changes by {changes[index]:.2g} around {middle[index]:.6g}, where "
-                f"{format_}'s numbers are {smallest[index]:.2g} apart"
+                f"{format_.name}'s numbers are {smallest[index]:.2g} apart"
             )
     return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +14,21 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.external import read_data
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, short_name
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.rounding import emulate as round_values
-from hatch_epcontext.graph.rounding import hidden_faults, rounded, widen
+from hatch_epcontext.graph.rounding import hidden_faults, rounded, widen, with_thresholds
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.selections import with_reads
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.levels import Level, Levels
+from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Level, Levels
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.session import open_unoptimized
+from hatch_epcontext.worker.synthetic import NEAR
 
 
 @dataclass(frozen=True)
@@ -98,24 +100,51 @@ def emulate(model: FormattedModel, reference: Reference, limits: Tolerance) -> L
 def conditioned(
     levels: Levels, model: FormattedModel, reference: Reference, limits: Tolerance
 ) -> Levels:
-    """``levels`` without ordinary samples after the first at which the source itself is as wrong if only its
-    inputs are rounded to the format of ``model``: these are near a pole or a threshold, and say nothing of
-    others. All, if most are.
+    """``levels`` without ordinary samples after the first at which the source itself is wrong if only its
+    inputs are as inexact as the format of ``model``, or numbers with which it compares values are a little
+    larger or smaller: these are near a pole or a threshold, and say nothing of others. All, if less than a
+    third of the usual ones is left.
     """
-    poor = [level for level in levels[1:] if not level.run.far and level.margin < SENSITIVE]
-    exact = _session(model.prepared, reference) if poor else None
-    dropped = []
-    for level in poor if exact is not None else ():
-        frames = tuple(
-            {n: rounded(a, model.format) if a.dtype == np.float32 else a for n, a in frame.items()}
-            for frame in level.run.frames
+    poor = [level for level in levels[1:] if not level.run.far and level.snr < WORTH_RUNNING]
+    nearby = [*_nearby(model, reference)] if poor else []
+    dropped = [
+        level
+        for level in poor
+        if any(
+            _level(session, _changed(level.run, change), reference, limits).margin < SENSITIVE
+            for session, change in nearby
         )
-        alike = replace(level.run, frames=frames)
-        if _level(exact, alike, reference, limits).margin < SENSITIVE:
-            dropped.append(level)
-    if 2 * len(dropped) > len(levels):
-        return levels
-    return Levels(level for level in levels if all(level is not other for other in dropped))
+    ]
+    kept = Levels(level for level in levels if all(level is not other for other in dropped))
+    usual, left = (sum(level.run.usual for level in some) for some in (levels, kept))
+    return kept if 3 * left >= usual else levels
+
+
+def _nearby(
+    model: FormattedModel, reference: Reference
+) -> Iterator[tuple[ort.InferenceSession, Callable[[Array], Array]]]:
+    """Sessions of the source, some with thresholds beside its own, and what makes its inputs inexact."""
+    half, exact = model.format.unit / 2, _session(model.prepared, reference)
+    rng = np.random.default_rng(0)
+
+    def move(array: Array) -> Array:
+        signs = rng.choice((-1, 1), array.shape)
+        return np.asarray(array.astype(np.float64) * (1 + half * signs), np.float32)
+
+    yield exact, partial(rounded, format_=model.format)
+    yield exact, move
+    for factor in (1 - NEAR, 1 + NEAR):
+        if (moved := with_thresholds(model.prepared, factor)) is not None:
+            yield _session(moved, reference), move
+
+
+def _changed(run: ReferenceRun, change: Callable[[Array], Array]) -> ReferenceRun:
+    """``run`` with floats that ``change`` returns."""
+    frames = (
+        {name: change(a) if a.dtype == np.float32 else a for name, a in frame.items()}
+        for frame in run.frames
+    )
+    return replace(run, frames=tuple(frames))
 
 
 def _session(model: onnx.ModelProto, reference: Reference) -> ort.InferenceSession:

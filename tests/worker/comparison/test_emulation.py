@@ -365,6 +365,44 @@ def test_samples_at_which_the_source_itself_is_wrong_do_not_count(tmp_path: Path
     assert conditioned(levels, divergence.model, divergence.reference, QNN) == levels
 
 
+@pytest.mark.parametrize(
+    ("text", "dropped", "kept"),
+    [
+        # A pole near 1, which float16 has.
+        (
+            """(float[1, 4] x) => (float[1, 4] y) <float pole = {0.9999}> {
+                s = Mul (x, x) d = Sub (s, pole) y = Reciprocal (d) }""",
+            {"ramp at 1", "spike at 1", "constant at 1"},
+            {"random", "square at 0.1"},
+        ),
+        # A Sigmoid of a small number is within rounding of its threshold.
+        (
+            """(float[1, 64] x) => (float[1, 1] y) <float half = {0.5}> {
+                s = Sigmoid (x) is_more = Greater (s, half) n = Cast <to = 1> (is_more)
+                y = ReduceMean <axes = [1]> (n) }""",
+            {"pink at 0.01", "ramp at 0.01", "random at 0.01"},
+            {"random", "tone at 1", "pink at 0.1"},
+        ),
+        # What the format loses inside counts, as of the sum of two large numbers.
+        (
+            """(float[1, 4] x) => (float[1, 4] y) <float large = {5000}> {
+                s = Add (x, large) y = Sub (s, large) }""",
+            set(),
+            {"random", "spike at 1", "tone at 1"},
+        ),
+    ],
+)
+def test_samples_beside_a_pole_or_a_threshold_do_not_count(
+    tmp_path: Path, text: str, dropped: set[str], kept: set[str]
+) -> None:
+    divergence, levels = emulated(parsed(text), tmp_path)
+    left = conditioned(levels, divergence.model, divergence.reference, QNN)
+    every, names = ({level.run.name for level in some} for some in (levels, left))
+    assert dropped | kept <= every
+    assert dropped.isdisjoint(names)
+    assert kept <= names
+
+
 @pytest.mark.parametrize("suffering", ["all", "some"])
 def test_what_the_target_has_shown_counts_more_than_its_emulation(
     tmp_path: Path, suffering: str
