@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -47,7 +46,12 @@ def command(url: str, name: str | None, providers: tuple[str, ...], dry_run: boo
     with _errors():
         check_location(url, downloads)
     targets = new_targets(pyproject, providers, {})
-    _check_tables(pyproject, url, name, targets, dry_run=dry_run)
+    # What follows from only the project and this machine is an error before the download.
+    check_environment((), READING)
+    pinned, facts = as_if_pinned({"url": url}), InspectReply((), (), {}, {}, (), (), (), {})
+    add_models(pyproject, [NewModel(pinned["url"], facts, pinned=pinned, name=name)], targets)
+    if not dry_run:
+        check_folder(pyproject.file.resolve().parent)
     with _errors():
         table = pin_location(url, downloads)
     log(pinned_line(table))
@@ -65,23 +69,6 @@ def _errors() -> Iterator[None]:
         yield
     except DownloadError as error:
         raise BuildError(Problem(error.kind, "URL", str(error), error.hint)) from error
-
-
-def _check_tables(
-    pyproject: Pyproject,
-    url: str,
-    name: str | None,
-    targets: Mapping[str, Mapping[str, Any]],
-    *,
-    dry_run: bool,
-) -> None:
-    """Raise, before the download, what follows from only the project and this machine."""
-    check_environment((), READING)
-    table = as_if_pinned({"url": url})
-    facts = InspectReply((), (), {}, {}, (), (), (), {})
-    add_models(pyproject, [NewModel(table["url"], facts, pinned=table, name=name)], targets)
-    if not dry_run:
-        check_folder(pyproject.file.resolve().parent)
 
 
 def _read(root: Path, name: str | None) -> Pyproject:

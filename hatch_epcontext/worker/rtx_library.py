@@ -340,12 +340,7 @@ def _set_shape(trt_profile: Any, tensor: Any, profile: Profile, key: Key) -> Non
 
 
 def _write(
-    source: onnx.ModelProto,
-    engine: Path,
-    header: bytes,
-    result: Path,
-    target: Target,
-    version: str,
+    source: onnx.ModelProto, engine: Path, header: bytes, result: Path, target: Target, version: str
 ) -> None:
     """Write the context model, with the ``engine`` inside or beside it."""
     settings = target.settings
