@@ -167,6 +167,8 @@ def describe_validation(validation: Validation, *, with_reason: bool = True) -> 
         parts.append("compiled alone")
     if bits := max((values.bits for values in validation.inputs), default=0):
         parts.append(f"integers in {bits} bits")
+    if largest := max((values.in_floats for values in validation.inputs), default=0.0):
+        parts.append(f"integers in floats up to {show_number(largest)}")
     if validation.simulated:
         parts.append(f"simulator{decibels}")
     return ", ".join(parts)

@@ -75,11 +75,8 @@ class Sample:
 
     @property
     def is_larger(self) -> bool:
-        """Whether it has floats of a larger size than ordinary ones."""
-        return any(
-            not far.centers and self.feeds[name].dtype.kind not in "iu"
-            for name, far in self.far.items()
-        )
+        """Whether it has only numbers of a larger size than ordinary ones."""
+        return any(not far.centers and far.low > 0 for far in self.far.values())
 
     @property
     def has_offset(self) -> bool:

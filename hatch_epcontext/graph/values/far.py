@@ -58,6 +58,12 @@ _BUCKETS = 100
 _SECONDS = frozenset({3600, 86400, 604800})
 """Hours, days and weeks in seconds: seconds since 1970 have 32 bits until 2038."""
 
+_FIELDS = frozenset({7, 12, 24, 31, 52, 53, 60, 168, 360, 365, 366, 1440})
+"""What makes a whole turn where nobody counts on: days, months, hours, minutes and degrees."""
+
+_FEWEST, _TURNS = 1.01 * math.tau, 100.0
+"""The period above which an angle has a unit other than radians, and how many turns other counts have."""
+
 _MAX_VALUES = 4
 """The most other values of a number that is compared."""
 
@@ -84,6 +90,8 @@ _BITS = 2.0**-10
 _INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"})
 """Operators whose indices may be negative, and then count from the end."""
 
+_PERIODIC = frozenset({"Cos", "Sin", "Tan"})
+
 _OF_SIGNALS = frozenset({"Conv", "DFT", "STFT"})
 
 
@@ -97,7 +105,8 @@ class Uses:
     value for which a Loop has no iteration. ``is_shifted``: whether it subtracts them, as floats, from
     neighbours, their mean or another input.
     ``size`` and ``degree``: up to which their powers matter, and the largest degree of these, see `powers`.
-    ``beside``: the largest constant that it adds to them.
+    ``beside``: the largest constant that it adds to them. ``turn``: the shortest turn of angles that
+    they are.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -112,6 +121,14 @@ class Uses:
     size: float = 0.0
     degree: float = 0.0
     beside: float = 0.0
+    turn: float = math.inf
+
+    @property
+    def turns(self) -> float:
+        """The largest value that is usual where they are counted on, as days since a start; else 0."""
+        turn = 0.0 if math.isinf(self.turn) else self.turn
+        is_field = round(turn) in _FIELDS and abs(turn - round(turn)) < 1e-4 * turn
+        return 0.0 if turn < _FEWEST or is_field else _TURNS * turn
 
     @property
     def least(self) -> float:
@@ -161,9 +178,10 @@ class UsesOfInputs:
         for name in names:
             self._add_factors(name)
             dtype = self._terms.scope.dtype(name)
-            for term in self._own(name) if dtype is not None and dtype.kind in "iu" else ():
-                if (term.scale, term.offset) == (1, 0):
-                    # Identifiers are returned as they are.
+            for term in self._own(name):
+                is_plain = (term.scale, term.offset) == (1, 0)
+                if dtype is not None and is_plain == (dtype.kind in "iu"):
+                    # Identifiers are returned as they are, quantities in another unit.
                     self.of[term.input].reach = _MAX_EXACT
 
     def _add_factors(self, name: str) -> None:
@@ -190,6 +208,8 @@ class UsesOfInputs:
             for term in self._numbers(node.input[0]):
                 floats = InFloats(term.scale, term.offset, term.several)
                 self.of[term.input].floats = floats
+        elif operator in _PERIODIC:
+            self._add_turn(node)
         elif operator in ("Div", "Log", "Mod"):
             self._add_reach(node)
         elif operator in operators.COMPARES or operator in ("Add", "Sub"):
@@ -197,6 +217,11 @@ class UsesOfInputs:
             self._add_difference(node)
         elif operator == "BatchNormalization":
             self._add_mean(node)
+
+    def _add_turn(self, node: onnx.NodeProto) -> None:
+        for term in self._numbers(node.input[0]):
+            uses = self.of[term.input]
+            uses.turn = min(uses.turn, math.tau / abs(term.scale))
 
     def _add_indices(self, node: onnx.NodeProto) -> None:
         scope, data = self._terms.scope, node.input[0]
@@ -360,14 +385,15 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     shifted = uses.scale if uses.is_shifted and not looks_like_image(facts) else 0.0
     ordinary = replace(ordinary, thresholds=uses.thresholds, least=uses.least, shifted=shifted)
     if not is_float(dtype):
-        reach = max(uses.reach, _expected(uses.scale) if uses.scale < 1 else 0.0)
+        reach = max(uses.reach, uses.turns, _expected(uses.scale) if uses.scale < 1 else 0.0)
         reach = 0.0 if ordinary.is_firm else reach
         integers = replace(ordinary, floats=uses.floats, reach=reach, gain=uses.gain)
         return replace(integers, far=tuple(_far_integers(facts, integers, uses)))
     if not ordinary.is_open:
-        return replace(ordinary, far=tuple(_larger(facts, uses)))
+        larger = (*_larger(facts, uses), *_counted_on(ordinary, uses, _IN_FLOATS))
+        return replace(ordinary, far=larger)
     sound = uses.is_signal and looks_like_sound(facts)
-    far = [*_larger(facts, uses)]
+    far = [*_larger(facts, uses), *_counted_on(ordinary, uses, _IN_FLOATS)]
     far += [*_around(facts, ordinary, uses)]
     if sound:
         far.append(Far(centers=(0.0,), spreads=(_OF_SOUND,)))
@@ -417,6 +443,13 @@ def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
     yield from (Far(0.75 * size, size) for size in _SIZES if size / 2 <= most)
 
 
+def _counted_on(ordinary: Range, uses: Uses, most: float) -> Iterator[Far]:
+    """Many turns of an angle, such as days since a start, at ``most``."""
+    size = min(uses.turns, most)
+    if size / 2 > ordinary.high:
+        yield Far(size / 2, size)
+
+
 def _expected(scale: float) -> float:
     """The largest number that a graph multiplies by ``scale``: 1 over a power of two is for full scale."""
     is_full = math.frexp(scale)[0] == 0.5
@@ -432,6 +465,8 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
         is_index = ordinary.low == 0 and uses.indexed == ordinary.high + 1
         if is_index and lowest < 0:
             yield Far(-uses.indexed, ordinary.high)
+        if ordinary.loose:
+            yield from _counted_on(ordinary, uses, min(highest, _IN_FLOATS))
         return
     if highest <= ordinary.high:
         return
@@ -444,7 +479,9 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
     if lowest < 0 and not offset:
         yield Far(-min(_SMALL, largest), min(_SMALL, largest))
     yield from _around(facts, ordinary, uses)
-    if largest > _SMALL and not offset:
+    if uses.turns:
+        yield from _counted_on(ordinary, uses, largest)
+    elif largest > _SMALL and not offset:
         yield Far(-largest if lowest < 0 else 0.0, largest)
 
 

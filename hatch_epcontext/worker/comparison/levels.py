@@ -144,7 +144,7 @@ def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
     """
     far = sorted((level for level in levels if level.run.far), key=lambda level: level.margin)
     wrong = [level.run for level in levels if level.run.far and level.margin < 0]
-    # Of floats that only become larger, the smallest that differ say where that begins; the first beside an
+    # Of numbers that only become larger, the smallest that differ say where that begins; the first beside an
     # offset have the largest differences.
     larger = [run for run in wrong if run.is_larger]
     offsets = [run for run in wrong if run.has_offset]
@@ -166,5 +166,6 @@ def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
 
 
 def is_whole(run: ReferenceRun) -> bool:
-    """Whether ``run`` has values far from the ordinary, all of them integers."""
-    return bool(run.far) and all(run.feeds[name].dtype.kind in "iu" for name in run.far)
+    """Whether ``run`` has values far from the ordinary, all of them integers that are not only larger."""
+    whole = bool(run.far) and all(run.feeds[name].dtype.kind in "iu" for name in run.far)
+    return whole and not run.is_larger

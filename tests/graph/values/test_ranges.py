@@ -329,6 +329,21 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
             { c = Cast <to = 1> (x) d = Mul (c, k) y = Exp (d) }""",
             [(-1000, 1000), (-16000, 16000)],
         ),
+        # Ticks are counted on, as days of which a year has 365.25, and no hours or radians.
+        (
+            """(int32[4] x) => (float[4] y) <float k = {0.0015339808}>
+            { c = Cast <to = 1> (x) d = Mul (c, k) y = Sin (d) }""",
+            [(-1000, 1000), (32752, 65504)],
+        ),
+        (
+            "(float[4] x) => (float[4] y) <float k = {0.0172024238}> { d = Mul (x, k) y = Cos (d) }",
+            [(18262.5, 36525)],
+        ),
+        (
+            "(float[4] x) => (float[4] y) <float k = {0.2617993878}> { d = Mul (x, k) y = Cos (d) }",
+            [],
+        ),
+        ("(int32[4] x) => (float[4] y) { c = Cast <to = 1> (x) y = Cos (c) }", [(-1000, 1000)]),
         (
             "(int32[4] x) => (float[4] y) { c = Cast <to = 1> (x) y = Log (c) }",
             [(-1000, 1000), (-65504, 65504)],
@@ -449,7 +464,10 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
         ("d = Div (x, hour) y = Mod (d, k)", 8 * 3600),
         ("d = Sub (x, hour) y = Abs (d)", 3600),
         ("y = Equal (x, id)", 10**10),
-        ("c = Cast <to = 1> (x) y = Mul (c, micro)", 8e6),
+        ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Tanh (d)", 8e6),
+        # In another unit.
+        ("c = Cast <to = 1> (x) y = Mul (c, micro)", 2**53),
+        ("c = Cast <to = 1> (x) y = Identity (c)", 0),
         ("c = Cast <to = 1> (x) y = Exp (c)", 0),
         ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Log (d)", 2**53),
         ("c = Cast <to = 1> (x) y = Log (c)", 2**53),
@@ -533,7 +551,7 @@ def test_a_factor_is_what_other_values_are_multiplied_with_or_divided_by() -> No
 
 
 def test_offsets_are_common_to_the_ranges_of_inputs_and_within_them() -> None:
-    text = """(float[4] x, float[4] z) => (y, v) <float k = {0.001}, float degree = {0.0175}>
+    text = """(float[4] x, float[4] z) => (y, v) <float k = {0.001}, float degree = {0.017453293}>
         { d = Sub (x, z) e = Div (d, k) y = Clip (e, low, high) a = Mul (z, degree) v = Sin (a) }"""
     found = all_of(text, low=np.float32(-3), high=np.float32(3))
     offsets = [far for range_ in found.values() for far in range_.far]
