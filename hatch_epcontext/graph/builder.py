@@ -46,11 +46,12 @@ class MissingOperatorError(Exception):
 class Builder:
     """Collects the new ``nodes`` of a graph in order, and the ``stored`` tensors of ``model``'s main graph.
 
-    New names begin with that of the replaced node, whose floats have ``dtype``. Methods that add nodes return
-    the names of their outputs; they are of the model's opset. They raise TooManyNodesError when the
-    ``size`` of the graph, its nodes with those inside them, exceeds ``limit``, and MissingOperatorError for
-    an operator of ONNX that the opset does not have: the node that needs it stays as it is. ``declined``: why
-    nodes stayed that have a rule. ``added``: the nodes instead of others, by their outputs.
+    New names begin with that of the replaced node; ``dtype``: that of its floats, or else of its first value
+    with a known one. Methods that add nodes return the names of their outputs; they are of the model's opset.
+    They raise TooManyNodesError when the ``size`` of the graph, its nodes with those inside them, exceeds
+    ``limit``, and MissingOperatorError for an operator of ONNX that the opset does not have: the node that
+    needs it stays as it is. ``declined``: why nodes stayed that have a rule. ``added``: the nodes instead of
+    others, by their outputs.
     """
 
     def __init__(self, model: onnx.ModelProto, limit: int | None = None) -> None:
@@ -81,40 +82,53 @@ class Builder:
         for node in map(copy_of, scope.body.node):
             # Inner graphs come first: the node around them may copy them.
             for inner in graph.inner_graphs(node) if nested else ():
+                # It shares the stored tensors, the names, and what was declined.
                 builder = copy.copy(self)
                 builder.nodes, builder.size = [], 0
                 count += builder.replace(Scope(inner, scope), rules)
                 set_nodes(inner, builder.nodes)
             rule = rules.get(graph.operator(node))
-            if rule is not None and self._replaced(node, scope, rule):
+            if rule is not None and self._replace_node(node, scope, rule):
                 count += 1
             else:
                 self.append(node)
         return count
 
-    def _replaced(self, node: onnx.NodeProto, scope: Scope, rule: Rule) -> bool:
+    def _replace_node(self, node: onnx.NodeProto, scope: Scope, rule: Rule) -> bool:
+        """Add what ``rule`` makes instead of ``node``; returns whether it makes all outputs that are used."""
         nodes, stored, size = len(self.nodes), len(self.stored), self.size
-        self._stem = next(filter(None, node.output), node.op_type)
-        self._stem_of_nodes = node.name or node.op_type
-        dtypes = (scope.dtype(name) for name in (*node.input, *node.output))
-        known = [dtype for dtype in dtypes if dtype is not None] or [np.dtype(np.float32)]
-        self.dtype = next((dtype for dtype in known if dtype.kind == "f"), known[0])
-        try:
-            outcome = rule(node, scope, self)
-        except (MissingOperatorError, UnknownError) as error:
-            outcome = Declined(str(error))
-        values: Sequence[str] = ()
-        if isinstance(outcome, Declined):
-            named = replace(outcome, operator=graph.operator(node), node=node.name)
-            self.declined.append(named)
-        elif outcome is not None:
-            values = outcome
+        self._begin(node, scope)
+        values = self._outputs_of(node, scope, rule)
         pairs = [*zip_longest(node.output, values[: len(node.output)], fillvalue="")]
         if not values or any(output and not value for output, value in pairs):
             del self.nodes[nodes:], self.stored[stored:]
             self.size = size
             return False
-        new = self.nodes[nodes:]
+        self._give_names(self.nodes[nodes:], pairs)
+        return True
+
+    def _begin(self, node: onnx.NodeProto, scope: Scope) -> None:
+        """Name and type what is added from now on like ``node``."""
+        self._stem = next(filter(None, node.output), node.op_type)
+        self._stem_of_nodes = node.name or node.op_type
+        dtypes = (scope.dtype(name) for name in (*node.input, *node.output))
+        known = [dtype for dtype in dtypes if dtype is not None] or [np.dtype(np.float32)]
+        self.dtype = next((dtype for dtype in known if dtype.kind == "f"), known[0])
+
+    def _outputs_of(self, node: onnx.NodeProto, scope: Scope, rule: Rule) -> Sequence[str]:
+        """The values by which ``rule`` replaces the outputs of ``node``; empty if it stays."""
+        try:
+            outcome = rule(node, scope, self)
+        except (MissingOperatorError, UnknownError) as error:
+            outcome = Declined(str(error))
+        if isinstance(outcome, Declined):
+            named = replace(outcome, operator=graph.operator(node), node=node.name)
+            self.declined.append(named)
+            return ()
+        return outcome or ()
+
+    def _give_names(self, new: Sequence[onnx.NodeProto], pairs: Iterable[tuple[str, str]]) -> None:
+        """Give the values of ``new`` nodes the names of the replaced outputs; ``pairs``: output and value."""
         results = {name for added in new for name in added.output}
         names: dict[str, str] = {}
         for output, value in pairs:
@@ -124,7 +138,6 @@ class Builder:
                 self.copy_to(names.get(value, value), output)
         rename_values(new, names)
         self.added.update((name, added) for added in new for name in added.output)
-        return True
 
     def write(self) -> None:
         """Give the model the new nodes and stored tensors."""
@@ -138,7 +151,7 @@ class Builder:
     def fresh(self, name: str) -> str:
         """``name``, with a number after it if a value or a node has it."""
         unique = name
-        while unique in self._names or not unique:
+        while unique in self._names:
             self._counts[name] = self._counts.get(name, 0) + 1
             unique = f"{name}_{self._counts[name]}"
         self._names.add(unique)

@@ -86,7 +86,9 @@ class Recipe:
 
     @property
     def to_last_change(self) -> Recipe:
-        """This recipe up to its last change, after which the rewrites for all models may come."""
+        """This recipe up to its last change: without the rewrites for all models if these come after it, so
+        that they do not hide that it did nothing.
+        """
         is_complete = self.last_corrections or self.left or not self.changes
         return self if is_complete else dataclasses.replace(self, corrections=())
 

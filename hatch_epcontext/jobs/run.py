@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.config.genai import with_cache_sizes
 from hatch_epcontext.config.paths import NO_HOME, default_root
-from hatch_epcontext.config.settings import Config, Model
+from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, OutputError, merged
 from hatch_epcontext.jobs.artifact import Built, FailureReport, Result, Source
 from hatch_epcontext.jobs.genai import open_folders
@@ -97,28 +97,39 @@ def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
     _announce(plan, workers)
     download_sources(plan.config, workers)
     workers.expect(target.provider for target in plan.local_targets)
-    whole, plan = plan, cut_plan(plan, cache, workers, staging)
-    read = read_sources(plan.config, cache, workers, staging / "check")
-    # What is compiled cannot have inputs with default values, and each target has the inputs of the source.
-    # onnxruntime-genai feeds only those that it knows.
-    if defaults := {
-        source.model.name: source.facts.optional
-        for source in read
-        if source.facts.optional and source.model.genai is None
-    }:
-        plan = cut_plan(whole, cache, workers, staging / "defaults", defaults)
-        read = read_sources(plan.config, cache, workers, staging / "check-defaults")
+    plan, read = _cut_and_read(plan, cache, workers, staging)
     fitting = tuple(with_cache_sizes(source.model, source.facts.own_inputs) for source in read)
     if fitting != plan.config.models:
         plan = make_plan(replace(plan.config, models=fitting))
-        read = tuple(map(_with_model, read, fitting))
-    sources = {source.model.name: source for source in read}
+    sources = {
+        model.name: replace(source, model=model)
+        for source, model in zip(read, fitting, strict=True)
+    }
     versions: dict[str, dict[str, str]] = {}
     for target in plan.local_targets:
         # Models may narrow a target: what can change any of its variants counts.
         if not target.from_cache:
             versions.setdefault(target.name, {}).update(versions_of(target, installed))
     return Build(workers, cache, staging, versions, sources, plan.jobs)
+
+
+def _cut_and_read(
+    plan: Plan, cache: Cache, workers: Workers, staging: Path
+) -> tuple[Plan, tuple[Source, ...]]:
+    """``plan`` with its models as they are cut, and what was read of these."""
+    cut = cut_plan(plan, cache, workers, staging)
+    read = read_sources(cut.config, cache, workers, staging / "check")
+    # What is compiled cannot have inputs with default values, and each target has the inputs of the source.
+    # onnxruntime-genai feeds only those that it knows.
+    defaults = {
+        source.model.name: source.facts.optional
+        for source in read
+        if source.facts.optional and source.model.genai is None
+    }
+    if not defaults:
+        return cut, read
+    cut = cut_plan(plan, cache, workers, staging / "defaults", defaults)
+    return cut, read_sources(cut.config, cache, workers, staging / "check-defaults")
 
 
 def _announce(plan: Plan, workers: Workers) -> None:
@@ -131,10 +142,6 @@ def _announce(plan: Plan, workers: Workers) -> None:
         workers.report(
             f"reading {count(len(paths), 'model')} of {show_size(size)} for {targets} ..."
         )
-
-
-def _with_model(source: Source, model: Model) -> Source:
-    return replace(source, model=model)
 
 
 def build(

@@ -61,7 +61,7 @@ class _Form:
     by_phase: Mapping[str, list[Attempt]]
 
     def verdict(self, attempt: Attempt) -> Verdict:
-        """The verdict on ``attempt``; raises _UnvalidatedError if there is none yet."""
+        """As `_verdict`."""
         return _verdict(self.search, attempt)
 
     def all(self, *phases: str) -> list[Attempt]:
@@ -101,6 +101,16 @@ class _Form:
         return nearest
 
     @property
+    def is_compared(self) -> bool:
+        """Whether `covering` may win, and results decide."""
+        return self.search.compares and self.search.is_enough(self.covering)
+
+    @property
+    def later(self) -> tuple[Attempt, ...]:
+        """`covering`, and those of changes for accuracy that may win."""
+        return (self.covering, *self.enough("correct", "restart"))
+
+    @property
     def candidates(self) -> list[Attempt]:
         """The attempts that may win, before the model is compiled in other ways, the best first."""
         enough = self.enough("prepare", "cover", "correct")
@@ -114,7 +124,7 @@ def _leaves_nodes(form: _Form) -> bool:
 
 def _is_inexact(form: _Form) -> bool:
     """Results differ from the CPU's, or may differ for other inputs."""
-    if not (form.search.compares and form.search.is_enough(form.covering)):
+    if not form.is_compared:
         return False
     verdict = form.verdict(form.nearest)
     return not verdict.agrees and (verdict.loses or not form.is_spent)
@@ -122,21 +132,19 @@ def _is_inexact(form: _Form) -> bool:
 
 def _differs(form: _Form) -> bool:
     """All results differ from the CPU's."""
-    if not (form.search.compares and form.search.is_enough(form.covering)):
-        return False
-    attempts = (form.covering, *form.enough("correct", "restart"))
-    return all(form.verdict(attempt).loses for attempt in attempts)
+    return form.is_compared and all(form.verdict(attempt).loses for attempt in form.later)
 
 
 def _is_wrong_in_kernels(form: _Form) -> bool:
-    """They still do, because the EP's kernels are less exact than its number format."""
+    """No result agrees, because the EP's kernels are less exact than its number format."""
     candidates = form.candidates if form.search.compares else []
-    if any(v.agrees or not v.in_kernels for v in map(form.verdict, candidates)):
+    # One agrees, or the format is the cause.
+    if not candidates or any(v.agrees or not v.in_kernels for v in map(form.verdict, candidates)):
         return False
-    if form.is_spent and not all(form.verdict(a).loses for a in candidates):
+    # One is good enough.
+    if form.is_spent and not all(form.verdict(attempt).loses for attempt in candidates):
         return False
-    restarted = map(form.verdict, form.enough("restart"))
-    return bool(candidates) and not any(verdict.agrees for verdict in restarted)
+    return not any(form.verdict(attempt).agrees for attempt in form.enough("restart"))
 
 
 def _simplified(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
@@ -250,8 +258,7 @@ def _only_unrolled(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
 
 def _leaving_nodes(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """Nodes whose values the number format cannot represent, left to the CPU."""
-    attempts = (form.covering, *form.enough("correct", "restart"))
-    last = own[-1] if own else max(attempts, key=lambda a: form.verdict(a).margin)
+    last = own[-1] if own else max(form.later, key=lambda a: form.verdict(a).margin)
     if last.record is None or not form.verdict(last).loses:
         return None
     validated = form.search.validated(last)
@@ -289,6 +296,7 @@ STAGES = (
     Stage("prepare", None, _simplified, rounds=len(SIMPLIFIERS) + 1),
     Stage("cover", _leaves_nodes, _with_options),
     Stage("cover", _leaves_nodes, _rewritten, rounds=_ROUNDS),
+    # Rewrites may have made the operators that options help.
     Stage("cover", _leaves_nodes, _with_options),
     Stage("cover", _leaves_nodes, _unrolled, rounds=2 * _ROUNDS - 1),
     Stage("correct", _is_inexact, _in_range),

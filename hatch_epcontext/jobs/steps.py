@@ -102,32 +102,28 @@ class Steps:
             if isinstance(prepared, Attempt):
                 return prepared
             seconds = time.monotonic() - start
-            # It ends before its device is free, and before what it wrote is hashed.
-            compiler: AbstractContextManager[Worker] = contextlib.closing(worker)
-            if purpose is not None:
-                # Compilers number what a process compiles, and blobs of QNN contain the numbers.
-                compiler = (
-                    contextlib.nullcontext(worker) if optimizes else self.build.workers.process()
-                )
+            compiler = self._compiler(worker, purpose, optimizes=optimizes)
             attempt = _unfinished(recipe, prepared)
             options = tuple(f"{name} = {value}" for name, value in recipe.options)
             try:
                 with self.build.device_lock(job.target), compiler as process:
                     reply = self._compile(job, recipe, prepared, folder, process)
             except BuildError as error:
-                changes = (name for m in prepared for name in (*options, *m.preparation.rewrites))
-                named = tuple(problem.nodes for problem in error.problems if problem.nodes)
-                stop = replace(
-                    _stop("compile", error, recipe),
-                    rewrites=tuple(dict.fromkeys(changes)),
-                    quantized=next((m.quantized for m in prepared if m.quantized), None),
-                    nodes=named if len(prepared) == len(named) == 1 else None,
-                )
-                return replace(attempt, stop=stop)
+                return replace(attempt, stop=_stop_of_compile(error, recipe, prepared, options))
         preparations = tuple(replace(model.preparation, options=options) for model in prepared)
         versions = self.build.versions[job.target.name]
         record = Record(recipe, preparations, reply.contexts, record_files(folder), versions)
         return replace(attempt, record=record, times=Times(seconds, reply.seconds))
+
+    def _compiler(
+        self, worker: Worker, purpose: Hashable, *, optimizes: bool
+    ) -> AbstractContextManager[Worker]:
+        """The process that compiles what ``worker`` has prepared, which serves this ``purpose``."""
+        if purpose is None:
+            # It ends before its device is free, and before what it wrote is hashed.
+            return contextlib.closing(worker)
+        # Compilers number what a process compiles, and blobs of QNN contain the numbers.
+        return contextlib.nullcontext(worker) if optimizes else self.build.workers.process()
 
     def _compile(
         self, job: Job, recipe: Recipe, prepared: Sequence[Prepared], folder: Path, worker: Worker
@@ -280,7 +276,7 @@ class Steps:
             fuse=recipe.fuse,
             emulated=_is_emulated(job.target),
         )
-        # Which makes both folders.
+        # The call makes both folders.
         call = folder / "call"
         start = time.monotonic()
         prepared = worker.call(request, call, location=job.location, step="prepare")
@@ -374,16 +370,20 @@ def _unfinished(recipe: Recipe, models: Sequence[Prepared]) -> Attempt:
 def _is_changed(recipe: Recipe, plain: Sequence[Prepared], changed: Sequence[Prepared]) -> bool:
     """Whether the last change of ``recipe`` has changed any of the models, which were ``plain`` before."""
     last = recipe.last_corrections
+    # The float form of a model that has no quantization to undo is the model as it is.
     if recipe.dequantize and not any(model.preparation.precision for model in changed):
         return False
+    # Corrections come after all changes. Those for all models are applied with them, and do not count.
     if last and not recipe.left:
-        # The rewrites for all models, which are applied together with these, do not count.
         return any(not last.isdisjoint(model.preparation.rewrites) for model in changed)
+    # `Prepared.changed` is that of the last change, which may be to leave nodes to the CPU.
     if recipe.changes or recipe.left:
         return any(model.changed for model in changed)
+    # Where nothing is to be folded, a graph has as many nodes without fusing.
     if not recipe.fuse:
         pairs = zip(plain, changed, strict=True)
         return any(fused.preparation.nodes != model.preparation.nodes for fused, model in pairs)
+    # A plain recipe has nothing to change, or only options.
     return True
 
 
@@ -423,3 +423,17 @@ def _stop(step: Literal["prepare", "change", "compile"], error: BuildError, reci
     # Or too little memory may be the cause.
     is_accident = isinstance(error, AccidentError) or any(p.causes for p in error.problems)
     return Stop(step, error.problems, is_accident=is_accident)
+
+
+def _stop_of_compile(
+    error: BuildError, recipe: Recipe, prepared: Sequence[Prepared], options: Sequence[str]
+) -> Stop:
+    """The same for compiling the ``prepared`` models with additional ``options``."""
+    changes = (name for model in prepared for name in (*options, *model.preparation.rewrites))
+    named = tuple(problem.nodes for problem in error.problems if problem.nodes)
+    return replace(
+        _stop("compile", error, recipe),
+        rewrites=tuple(dict.fromkeys(changes)),
+        quantized=next((model.quantized for model in prepared if model.quantized), None),
+        nodes=named if len(prepared) == len(named) == 1 else None,
+    )
