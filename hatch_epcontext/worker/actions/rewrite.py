@@ -63,22 +63,20 @@ def handle(request: RewriteRequest) -> Prepared:
 
     A change after which the model cannot be run, or gives other results than the source, is left out.
     """
-    unrolls = request.unroll_limit is not None
-    announce(
-        f"{'unrolling' if unrolls else 'rewriting'} what the EP does not compile, or computes wrong"
-    )
-    work = _RewriteSession.begin(request)
-    candidates = work.candidates()
+    what = "rewriting" if request.unroll_limit is None else "unrolling"
+    announce(f"{what} what the EP does not compile, or computes wrong")
+    rewriting = _Rewriting.begin(request)
+    candidates = rewriting.candidates()
     # All at once, or else one after the other: those that change results are left out.
-    best, kept = replace(request.before, changed=False), tuple[Rewrite, ...]()
+    best, applied = replace(request.before, changed=False), tuple[Rewrite, ...]()
     declined, dropped = dict[Declined, None](), list[str]()
     with contextlib.suppress(Exception):
-        return work.rewrite(candidates)
+        return rewriting.rewrite(candidates)
     for rewrite in candidates:
         try:
-            result = work.rewrite((*kept, rewrite))
+            result = rewriting.rewrite((*applied, rewrite))
         except TooManyNodesError as error:
-            declined |= dict.fromkeys(work.too_many(rewrite, error))
+            declined |= dict.fromkeys(rewriting.too_many(rewrite, error))
             continue
         except Exception as error:
             dropped.append(_dropped(rewrite.name, error))
@@ -86,7 +84,7 @@ def handle(request: RewriteRequest) -> Prepared:
         declined |= dict.fromkeys(result.declined)
         earlier = len(request.before.preparation.rewrites)
         if rewrite.name in result.preparation.rewrites[earlier:]:
-            best, kept = result, (*kept, rewrite)
+            best, applied = result, (*applied, rewrite)
     return replace(best, declined=tuple(declined), dropped=tuple(dropped))
 
 
@@ -97,8 +95,10 @@ def _dropped(name: str, error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class _RewriteSession:
-    """``operators``: those to rewrite, None for all; ``kept``: the names of their nodes that stay.
+class _Rewriting:
+    """What the rewrites of one request have in common.
+
+    ``operators``: those to rewrite, None for all; ``kept``: the names of their nodes that stay.
     ``expected``: the source's results, if they are compared. ``types``: of the prepared model's values.
     """
 
@@ -109,7 +109,7 @@ class _RewriteSession:
     types: Types
 
     @staticmethod
-    def begin(request: RewriteRequest) -> _RewriteSession:
+    def begin(request: RewriteRequest) -> _Rewriting:
         model = onnx.load(request.before.path, load_external_data=False)
         operators, kept = None, frozenset[str]()
         if not request.corrections:
@@ -120,7 +120,7 @@ class _RewriteSession:
         reference = request.before.reference
         expected = None if reference is None else read_reference(reference)
         types = value_types(model, Path(request.before.path))
-        return _RewriteSession(request, operators, kept, expected, types)
+        return _Rewriting(request, operators, kept, expected, types)
 
     def candidates(self) -> tuple[Rewrite, ...]:
         """The rewrites that may change the model."""
@@ -175,16 +175,21 @@ class _RewriteSession:
         """The nodes that ``rewrite`` leaves as they are because of a limit."""
         model = onnx.load(self.request.before.path, load_external_data=False)
         operators = rewrite.operators & (self.operators or rewrite.operators)
-        nodes = [node for node in graph.nodes(model.graph) if node.name not in self.kept]
-        own = [(graph.operator(node), node.name) for node in nodes]
-        number, reason = 0, f"{error} (unroll-limit)"
-        with contextlib.suppress(TooManyNodesError):
-            apply(model, [rewrite], self.operators, self.types, _MOST_NODES, self.kept)
-            number = len(graph.compute_nodes(model.graph))
+        reason = f"{error} (unroll-limit)"
+        if number := self._count_after(rewrite):
             reason = f"the graph would get {number:,} nodes, more than unroll-limit"
-        for operator, name in own:
-            if operator in operators:
-                yield Declined(reason, rewrite.name, operator, name, number)
+        for node in graph.nodes(model.graph):
+            operator = graph.operator(node)
+            if operator in operators and node.name not in self.kept:
+                yield Declined(reason, rewrite.name, operator, node.name, number)
+
+    def _count_after(self, rewrite: Rewrite) -> int:
+        """The nodes that the graph has after ``rewrite``; 0 if that fails, or they are too many to count."""
+        model = onnx.load(self.request.before.path, load_external_data=False)
+        with contextlib.suppress(Exception):
+            apply(model, [rewrite], self.operators, self.types, _MOST_NODES, self.kept)
+            return len(graph.compute_nodes(model.graph))
+        return 0
 
     def write(self, model: onnx.ModelProto, source: Path) -> tuple[Path, ort.InferenceSession]:
         """Write ``model``, whose external data is in ``source``, simplified if allowed.
@@ -235,6 +240,7 @@ class _RewriteSession:
             options.graph_optimization_level = LEVELS["basic"]
         before = open_rounded(Path(self.request.before.path), folder, options)
         anything = Tolerance(snr=NOTHING, cosine=-1)
+        # The margin is above NOTHING decibels: their sum is the decibels themselves.
         own = self._check(before, expected, anything, expected.runs) + NOTHING
         if own > _EXACT:
             return None

@@ -101,6 +101,30 @@ def test_the_limit_is_named(tmp_path: Path) -> None:
     assert "more than unroll-limit" in reply.declined[0].reason
 
 
+def test_a_rule_that_fails_while_nodes_are_counted_takes_nothing_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def longer(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str]:
+        if builder.limit is not None and builder.limit > 5:
+            raise RuntimeError
+        for _ in range(6):
+            builder.add("Neg", *node.input)
+        return [builder.add("Sin", *node.input)]
+
+    def doubled(node: onnx.NodeProto, scope: Scope, builder: Builder) -> list[str]:
+        return [builder.add("Add", node.input[0], node.input[0])]
+
+    rewrites = (
+        Rewrite("sum_as_add", frozenset({"Sum"}), doubled),
+        Rewrite("longer", frozenset({"Sin"}), longer),
+    )
+    monkeypatch.setattr("hatch_epcontext.worker.actions.rewrite.UNROLLS", rewrites)
+    text = "(float[2] x) => (float[2] y) { twice = Sum (x, x) y = Sin (twice) }"
+    reply = unroll(save(parsed(text), tmp_path / "a.onnx"), tmp_path / "out", limit=5)
+    assert reply.preparation.rewrites == ("sum_as_add",)
+    assert [(declined.rewrite, declined.nodes) for declined in reply.declined] == [("longer", 0)]
+
+
 def test_a_layer_with_external_data_is_unrolled(tmp_path: Path) -> None:
     path = save_with_data(recurrent("GRU"), tmp_path / "a.onnx")
     reply = unroll(path, tmp_path / "out", ("layer",))
