@@ -58,7 +58,7 @@ def expect(
 
 def _look_at_prepared(loader: Any, opener: Opener) -> tuple[SimpleNamespace, str]:
     module = loader.beside("_recompile")
-    cached = module.find(loader, opener)
+    cached = module.adapt_and_find(loader, opener)
     if cached.written is None:
         module.check_can_compile(loader, cached)
     return SimpleNamespace(answer="unknown"), "it is compiled on this machine, once"

@@ -91,15 +91,18 @@ class CachedContext(NamedTuple):
     device: Any
 
 
-def find(loader: Any, opener: Opener) -> CachedContext:
-    """Where the context of this machine is. Raises SkipTargetError if this machine cannot have one."""
+def adapt_and_find(loader: Any, opener: Opener) -> CachedContext:
+    """Where the context of this machine is, for which ``opener`` gets a variant of its own.
+
+    Raises SkipTargetError if this machine cannot have one.
+    """
     opener.variant = for_this_machine(opener.variant)
     opener.check()
     prepared = copy.copy(opener.variant)
     prepared.folder, prepared.file = posixpath.dirname(prepared.prepared), prepared.prepared
     with opener.lock:
         device = opener.find_devices()[0]
-        key = _key_of_compiled(opener, prepared)
+        key = _key_of_compiled(opener, prepared, device)
     try:
         folder: Path = loader.beside("_user_cache").find_folder(loader) / "compiled"
     except RuntimeError as error:
@@ -115,7 +118,7 @@ def check_can_compile(loader: Any, cached: CachedContext) -> None:
 
 
 def _open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
-    cached, request = find(loader, opener), opener.request
+    cached, request = adapt_and_find(loader, opener), opener.request
     if request.verify:
         cached.prepared.package.on_disk(cached.prepared, verify=True)
     file = cached.folder / cached.key / posixpath.basename(opener.variant.file)
@@ -142,7 +145,7 @@ def _open_compiled(loader: Any, opener: Opener) -> tuple[Any, str]:
             # No EP gives a share to Python.
             request.progress(text, None)
 
-    if reason := _compile(work, tell):
+    if reason := _compile_once(work, tell):
         raise loader.LoadError(reason)
     try:
         return _open_kept(loader, opener, file)
@@ -181,13 +184,12 @@ def _written(folder: Path) -> int | None:
     return None
 
 
-def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
+def _key_of_compiled(opener: Opener, prepared: Variant, device: Any) -> str:
     """The name of what is compiled: the prepared model, its settings, the device, and what is installed."""
     import hashlib
     from importlib.metadata import PackageNotFoundError, version
 
-    ort, variant, device = opener.ort, opener.variant, opener.find_devices()[0]
-    facts = dict(device.ep_metadata)
+    variant, facts = opener.variant, dict(device.ep_metadata)
     installed: list[Any] = []
     # The app may have registered a library that no package contains. A frozen app may unpack it at each
     # start, so neither its path nor its time counts.
@@ -207,7 +209,7 @@ def _key_of_compiled(opener: Opener, prepared: Variant) -> str:
             for name, record in variant.package.files_of(prepared).items()
         },
         "settings": variant.settings,
-        "onnxruntime": ort.__version__,
+        "onnxruntime": opener.ort.__version__,
         "ep": installed,
         "device": [device.device.vendor_id, device.device.device_id, sorted(facts.items())],
         "driver": driver,
@@ -290,7 +292,7 @@ def _compile_later(work: Compilation) -> None:
     threading.Thread(target=process.communicate, daemon=True).start()
 
 
-def _compile(work: Compilation, tell: Callable[..., object], *, in_turn: bool = False) -> str:
+def _compile_once(work: Compilation, tell: Callable[..., object], *, in_turn: bool = False) -> str:
     """Compile, and let the result appear as a whole. Returns why that failed, or an empty text.
 
     Of several processes one compiles, and the others wait for it. ``tell`` gets texts about that. With
@@ -466,7 +468,7 @@ def _main() -> None:
     if sys.argv[1] == "background":
         if sys.platform != "win32":
             os.nice(19)
-        _compile(work, lambda *_: None, in_turn=True)
+        _compile_once(work, lambda *_: None, in_turn=True)
         return
     # It ends with the app, and does not wait for an app that was forked.
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
@@ -502,7 +504,7 @@ def _serve(work: Compilation, result: Path) -> tuple[str, bool]:
     try:
         opener = _opener(loader, work)
         result.mkdir()
-        _compile_with(opener, work, result / work.file)
+        _write_context(opener, work, result / work.file)
         record = {
             file.name: {"size": file.stat().st_size, "sha256": loader.sha256(file)}
             for file in result.iterdir()
@@ -546,12 +548,12 @@ def _opener(loader: Any, work: Compilation) -> Opener:
     registration_name, library = work.library
     if library:
         opener.ort.register_execution_provider_library(registration_name, library)
-    if find(loader, opener).key != work.key:
+    if adapt_and_find(loader, opener).key != work.key:
         raise ImportError("the process that compiles finds another device or version than the app")
     return opener
 
 
-def _compile_with(opener: Opener, work: Compilation, file: Path) -> None:
+def _write_context(opener: Opener, work: Compilation, file: Path) -> None:
     """Compile the prepared model of ``work`` into ``file``."""
     ort, settings, variant = opener.ort, opener.variant.settings, opener.variant
     files = str(variant.option_files)

@@ -750,8 +750,7 @@ def test_another_version_or_device_needs_another_context(
     own = opener(broken)
 
     def key(device: Any) -> str:
-        own.find_devices = lambda: [device]
-        return str(_recompile._key_of_compiled(own, own.variant))
+        return str(_recompile._key_of_compiled(own, own.variant, device))
 
     library = tmp_path / "library.so"
     library.write_bytes(b"library")
