@@ -209,10 +209,14 @@ class Model:
     content: str = ""
     defaults: tuple[str, ...] = ()
 
+    @property
+    def listed(self) -> str | None:
+        """Which of ``dims`` and ``shapes`` is a list in the configuration; None if neither is."""
+        return str(self.size_key.parts[-2]) if self.size_key else None
+
     def key_of(self, name: str) -> Key:
         """The key of ``dims`` or ``shapes``: that of its table, if they are a list."""
-        is_listed = self.size_key is not None and self.size_key.parts[-2] == name
-        return self.size_key if self.size_key and is_listed else self.key / name
+        return self.size_key if self.size_key and self.listed == name else self.key / name
 
     def on(self, target: Target) -> Model:
         """The model of a job for ``target``."""

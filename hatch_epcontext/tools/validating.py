@@ -143,7 +143,7 @@ def validate_context(
     config = configure({name: source or context}, known.name, nested(_REQUIRED, settings))
     planned = plan(config.on_this_machine)
     if len(planned.config.models) > 1:
-        key = Key() / str(next(m.size_key.parts[-2] for m in planned.config.models if m.size_key))
+        key = Key() / next(model.listed for model in planned.config.models if model.listed)
         message = "has several shapes, and an artifact has only one."
         raise ConfigError(
             Problem.at(key, Kind.NOT_APPLICABLE, message, "Keep the one that it has.")
@@ -163,7 +163,7 @@ def validate_context(
             cut = cut_plan(planned, Cache(None, lambda line: None), workers, staging)
             return _run(context, model, cut.jobs[0], workers, compare=True)
 
-    validation = _validate(mode, run, str(context)).validation
+    validation = _unless_unavailable(mode, run, str(context)).validation
     return ValidatedContext(str(context), known.name, known.ep, model, validation)
 
 
@@ -175,7 +175,7 @@ class _Ran:
     run: BoardRun | None = None
 
 
-def _validate(mode: ValidationMode, run: Callable[[], _Ran], location: str) -> _Ran:
+def _unless_unavailable(mode: ValidationMode, run: Callable[[], _Ran], location: str) -> _Ran:
     """What ``run`` returns; or, unless the ``mode`` requires it, why this machine cannot run the artifact."""
     try:
         ran = run()
@@ -276,12 +276,12 @@ def _run(path: Path, model: InspectReply, job: Job, workers: Workers, *, compare
     to_run = configured.to_run_on(job.target)
     # The source gets the shapes of the compiled model.
     to_run = replace(to_run, shapes={**_fixed_shapes(model.inputs), **to_run.shapes})
-    opened = _Opened(path, model, str(path))
-    return _run_moved(opened, to_run, job.target, workers, None, compare=compare)
+    artifact = _Artifact(path, model, str(path))
+    return _run_moved(artifact, to_run, job.target, workers, None, compare=compare)
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _Artifact:
     """The artifact at ``path`` with its facts; messages say ``location``. A variant has a ``folder``."""
 
     path: Path
@@ -291,7 +291,7 @@ class _Opened:
 
 
 def _run_moved(
-    opened: _Opened,
+    artifact: _Artifact,
     to_run: Model,
     target: Target,
     workers: Workers,
@@ -305,15 +305,15 @@ def _run_moved(
     difference is a result, and it may open what a simulator does not. Raises UnavailableError if it cannot be
     run here, and BuildError if it fails.
     """
-    provider, facts, location = target.provider, opened.facts, opened.location
+    provider, facts, location = target.provider, artifact.facts, artifact.location
     if (device is None or device.simulated) and (
-        reason := reason_not_to_run(provider) or _reason_not_to_open(opened.path, facts, provider)
+        reason := reason_not_to_run(provider) or _reason_not_to_open(artifact.path, facts, provider)
     ):
         raise _not_run(reason, location)
     tolerance = to_run.tolerance_for(target) if compare else None
     with temp_dir() as staging:
         moved = staging / "moved"
-        name = _copy(opened, moved)
+        name = _copy(artifact, moved)
         context = Context(to_run.name, name, facts.inputs, facts.outputs)
         request = ValidateRequest(to_run, target, context, str(moved), tolerance)
 
@@ -323,12 +323,15 @@ def _run_moved(
             return workers.call(request, staging / str(next(numbers)), location=location)
 
         source = PrepareRequest(
-            *(to_run, "none", str(staging / "source"), tolerance is not None),
+            to_run,
+            "none",
+            str(staging / "source"),
+            tolerance is not None,
             dequantize=target.settings.dequantize,
             tolerance=tolerance if target.settings.changes_precision else None,
             emulated=False,
         )
-        # Which makes both folders.
+        # The call makes both folders.
         prepare = partial(workers.call, source, staging / "source" / "call", location=location)
         validated = validate_moved(request, call, prepare) if compare else call(request)
         validation = validated.validation
@@ -341,20 +344,27 @@ def _run_moved(
         timing = None
         if not (validation.differs or validation.simulated):
             timed = TimeOpeningRequest(
-                str(moved / name), target, True, False, to_run, facts.inputs, {}, RUNS
+                str(moved / name),
+                target,
+                compiled=True,
+                from_buffer=False,
+                model=to_run,
+                inputs=facts.inputs,
+                ranges={},
+                runs=RUNS,
             )
             timing = workers.call(timed, staging / "timing", location=location)
         compatibility = facts.compatibility.get(provider.ep, "")
         return _Ran(validation, device.run(target, compatibility, validation, timing))
 
 
-def _copy(opened: _Opened, moved: Path) -> str:
+def _copy(artifact: _Artifact, moved: Path) -> str:
     """Put the ONNX file and all files that it names into ``moved``; returns its path there.
 
     A context model in a folder of its own gets all files of that: an EP may look for some that no node
     names.
     """
-    path, model, folder = opened.path, opened.facts, opened.folder
+    path, model, folder = artifact.path, artifact.facts, artifact.folder
     if folder is not None and model.contexts:
         # What a link names, because the copy is elsewhere.
         shutil.copytree(
@@ -432,26 +442,36 @@ def validate_package(
     named = {name: getattr(model.validate, name) for name in settings["validate"]}
     with make_workers(config.build.timeout) as workers:
         board = Board(workers, any_device=any_device) if reporting else None
-        variants = _Variants(package, path, workers, board)
+        location = reporting.package if reporting else str(path)
+        variants = _Variants(package, path, workers, board, location)
         for name, component in package.components.items():
-            own = replace(
-                model,
-                dims={**component.about.dims, **model.dims},
-                shapes={**component.about.fed, **model.shapes},
-                validate=replace(component.about.validate, **named),
-            )
-            if reporting and (source := reporting.source_of(name, component)):
-                table = replace(own.validate, **{"inputs": source.validate.inputs, **named})
-                own = replace(own, path=source.path, validate=table)
-            location = reporting.package if reporting else path
+            source = reporting.source_of(name, component) if reporting else None
+            own = _model_for(component, model, named, source)
             for target in component.variants:
                 if reporting and target == SOURCE:
                     continue
-                result = variants.validate(name, target, own, f"{location}: ")
+                result = variants.validate(name, target, own, source.path if source else None)
                 if reporting:
                     entry = _entry(package, result, reporting.sources.get(name))
                     result = replace(result, entry=entry)
                 yield result
+
+
+def _model_for(
+    component: Component, model: Model, named: Mapping[str, Any], source: Model | None
+) -> Model:
+    """``model`` with the sizes and the validation of ``component``, the samples of the project's ``source``,
+    and before all these what the user has set, in a validation those that are ``named``.
+    """
+    validate = component.about.validate
+    if source is not None:
+        validate = replace(validate, inputs=source.validate.inputs)
+    return replace(
+        model,
+        dims={**component.about.dims, **model.dims},
+        shapes={**component.about.fed, **model.shapes},
+        validate=replace(validate, **named),
+    )
 
 
 def _check_settings(settings: dict[str, Any], reporting: Reporting | None) -> None:
@@ -543,23 +563,28 @@ def _read(folder: Path) -> ModelPackage:
 
 @dataclass(frozen=True)
 class _Variants:
-    """The variants of a ``package`` in ``folder``, which ``workers`` open; for a report on the ``board``."""
+    """The variants of a ``package`` in ``folder``, which ``workers`` open; for a report on the ``board``.
+
+    Problems are at the names of variants after ``location``.
+    """
 
     package: ModelPackage
     folder: Path
     workers: Workers
     board: Board | None
+    location: str
 
-    def validate(self, component: str, variant: str, model: Model, where: str) -> ValidatedVariant:
-        """What validating a variant says; problems are at its name after ``where``.
-
-        ``model`` has the settings of the validation.
+    def validate(
+        self, component: str, variant: str, model: Model, source: Path | None
+    ) -> ValidatedVariant:
+        """What validating a variant says. ``model`` has the settings of the validation; ``source``: the
+        project's own, if that is known.
         """
         ep = self.package.components[component].variants[variant].ep
         result = ValidatedVariant(component, variant, ep)
-        location = f"{where}{result.name}"
+        location = f"{self.location}: {result.name}"
         try:
-            return self._validate(result, model, location)
+            return self._validate(result, model, source, location)
         except EpcontextError as error:
             # The key of a problem is one that no user wrote.
             problems = (
@@ -570,46 +595,50 @@ class _Variants:
             )
             return replace(result, problems=tuple(problems))
 
-    def _validate(self, result: ValidatedVariant, model: Model, location: str) -> ValidatedVariant:
+    def _validate(
+        self, result: ValidatedVariant, model: Model, source: Path | None, location: str
+    ) -> ValidatedVariant:
         """``result``, validated; raises EpcontextError for all that is wrong with the variant."""
-        component = self.package.components[result.component]
-        variant, mode = component.variants[result.variant], model.validate.mode
+        variant = self.package.components[result.component].variants[result.variant]
         file = self.folder / variant.model_file
         facts = inspect_model(file, self.workers)
         verify_model(file, facts)
-
-        def run() -> _Ran:
-            target = _target(variant, result.variant, file, facts)
-            if mode not in _RUN:
-                return _Ran(Validation(ValidationStatus.STRUCTURE))
-            device = self.board.device(target) if self.board else None
-            needs_device = variant.about is not None and variant.about.needs_device
-            if needs_device and (device is None or device.simulated):
-                reason = f"only the device itself can open it, and no simulator of {variant.ep}"
-                raise _not_run(reason, location)
-            reference = _reference(component, result.variant)
-            source = reference or variant
-            # The path is that of the manifest, unless the project's own source is known.
-            is_known = model.path.name != FILE
-            to_run = replace(
-                model,
-                name=result.component,
-                path=model.path if is_known else (self.folder / source.model_file).absolute(),
-                targets=(),
-                static_shapes=True,
-                dims={},
-                shapes=self._shapes(component, source, facts.inputs, model),
-            )
-            opened = _Opened(file, facts, location, self.folder / variant.variant_directory)
-            compare = is_known or reference is not None
-            return _run_moved(opened, to_run, target, self.workers, device, compare=compare)
-
-        ran = _validate(mode, run, location)
+        artifact = _Artifact(file, facts, location, self.folder / variant.variant_directory)
+        run = partial(self._run, result, artifact, model, source)
+        ran = _unless_unavailable(model.validate.mode, run, location)
         result = replace(result, model=facts, run=ran.run)
         if ran.validation.differs:
             error = BuildError(*ran.validation.problems).located(location)
             return replace(result, problems=error.problems)
         return replace(result, validation=ran.validation)
+
+    def _run(
+        self, result: ValidatedVariant, artifact: _Artifact, model: Model, source: Path | None
+    ) -> _Ran:
+        """Run the ``artifact`` of a variant, and compare it with the ``source``, or another variant."""
+        component = self.package.components[result.component]
+        variant = component.variants[result.variant]
+        target = _target(variant, result.variant, artifact.path, artifact.facts)
+        if model.validate.mode not in _RUN:
+            return _Ran(Validation(ValidationStatus.STRUCTURE))
+        device = self.board.device(target) if self.board else None
+        needs_device = variant.about is not None and variant.about.needs_device
+        if needs_device and (device is None or device.simulated):
+            reason = f"only the device itself can open it, and no simulator of {variant.ep}"
+            raise _not_run(reason, artifact.location)
+        reference = _reference(component, result.variant)
+        own = reference or variant
+        to_run = replace(
+            model,
+            name=result.component,
+            path=source or (self.folder / own.model_file).absolute(),
+            targets=(),
+            static_shapes=True,
+            dims={},
+            shapes=self._shapes(component, own, artifact.facts.inputs, model),
+        )
+        compare = source is not None or reference is not None
+        return _run_moved(artifact, to_run, target, self.workers, device, compare=compare)
 
     def _shapes(
         self, component: Component, source: Variant, inputs: Sequence[TensorFacts], model: Model
@@ -651,7 +680,7 @@ def _target(variant: Variant, name: str, file: Path, model: InspectReply) -> Tar
     load_options = {**ort.provider_options, **(about.load_options if about else {})}
     target = Target(name, settings, about.plugin if about else None, load_options)
     _check_contexts(variant, target.provider, file, model)
-    if reason := next(_reasons_not_to_open(target), None):
+    if reason := next(_outside_of_package(target), None):
         raise _not_run(reason)
     _check_chip(file, model, target.provider, settings)
     shipped = str(file.parent / OPTION_FILES)
@@ -661,7 +690,7 @@ def _target(variant: Variant, name: str, file: Path, model: InspectReply) -> Tar
     return replace(target, load_options=load_options)
 
 
-def _reasons_not_to_open(target: Target) -> Iterator[str]:
+def _outside_of_package(target: Target) -> Iterator[str]:
     """What is missing, and what an app may do but a package of somebody else may not: names files elsewhere,
     or read the environment of who validates it.
     """
