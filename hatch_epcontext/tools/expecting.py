@@ -176,7 +176,7 @@ def _in_wheel(
         return "cannot", reason
     about = candidate.package.components[candidate.component].about
     if not (module := about.modules.get(candidate.target)):
-        return _at(candidate, machine, new)
+        return _unless_replaced(candidate, machine, new)
     install = candidate.package.about.companions.get(module, module)
     companion = next((wheel for wheel in wheels if module in wheel.packages), None)
     if companion is None:
@@ -187,10 +187,12 @@ def _in_wheel(
     same, target = components.get(candidate.component), candidate.target
     if same is None or same.about.identity != about.identity or target not in same.variants:
         return "cannot", f"{companion.path.name} is for another version of this model"
-    return _at(_Candidate(companion, module, candidate.component, target), machine, new)
+    return _unless_replaced(
+        _Candidate(companion, module, candidate.component, target), machine, new
+    )
 
 
-def _at(candidate: _Candidate, machine: Machine, new: frozenset[str]) -> _Result:
+def _unless_replaced(candidate: _Candidate, machine: Machine, new: frozenset[str]) -> _Result:
     """What the loader does with the candidate, unless what is ``new`` there may change it."""
     answer, reason = _as_installed(candidate, machine)
     plugin = _facts(candidate.variant).plugin
@@ -314,12 +316,14 @@ def _doubt_build(built: Iterable[Variant], runtime: Runtime) -> str:
 
 
 def _doubt_files(candidate: _Candidate) -> str:
+    """Why the candidate's files need not be those that the build opened."""
     package, variant, wheel = candidate.package, candidate.variant, candidate.wheel.path
     if package.layout != "portable":
         return "the models of an editable install are elsewhere"
     if variant.about and variant.about.settings.optimization == "all":
         return 'optimization = "all" is for the processor of the build machine'
     own, components = f"{variant.variant_directory}/", package.components.values()
+    # Variants may share a folder: the model of another one is not opened.
     others = {v.model_file for c in components for v in c.variants.values()} - {variant.model_file}
     for name, recorded in package.files.items():
         if not name.startswith(own) or name.startswith(f"{own}{PREPARED}/") or name in others:
