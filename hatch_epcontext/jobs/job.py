@@ -122,9 +122,9 @@ class _JobRun:
         search = self._replay(record.search, latest=True)
         winner = search.attempt_with(record.recipe)
         if winner is None or winner.record != record:
-            winner = self._with_known(Attempt(record.recipe, record, day=self._build.day), search)
+            winner = Attempt(record.recipe, record, day=self._build.day)
         if search.is_enough(winner):
-            winner = self._validate(search.adding(winner), winner, folder)
+            winner = self._validate(search, winner, folder)
             search = search.adding(winner)
             if not search.differences(winner):
                 return self._finish(search.won_by(winner), winner, folder)
@@ -147,14 +147,15 @@ class _JobRun:
         stored = build.cache.get("searches", key, Search, latest=latest)
         if stored is None:
             return search
-        attempts = (
-            self._with_known(attempt, search)
-            for attempt in stored.attempts
-            # A shared cache may contain what no build has written.
-            if (attempt.stop if attempt.record is None else self._fits(attempt.record))
-            and attempt.comparisons in ({}, search.terms.comparisons)
-        )
-        return replace(search, attempts=tuple(attempts), winners=stored.winners)
+        attempts = (attempt for attempt in stored.attempts if self._counts(attempt, search))
+        known = tuple(self._with_known(attempt, search) for attempt in attempts)
+        return replace(search, attempts=known, winners=stored.winners)
+
+    def _counts(self, attempt: Attempt, search: Search) -> bool:
+        """Whether the stored ``attempt`` says what would happen in ``search``."""
+        # A shared cache may contain what no build has written.
+        is_valid = self._fits(attempt.record) if attempt.record else attempt.stop is not None
+        return is_valid and attempt.comparisons in ({}, search.terms.comparisons)
 
     def _with_known(self, attempt: Attempt, search: Search) -> Attempt:
         """``attempt``, with what is known of its models without running them."""
@@ -178,6 +179,7 @@ class _JobRun:
                     self._store(most_complete(outcome.attempts))
                     return outcome, search
                 elif not (folder := self._folder_of(outcome.attempt)):
+                    # Its artifact is gone from the cache: compile it again.
                     search = search.without(outcome.attempt)
                 elif isinstance(outcome, Won):
                     search = search.won_by(outcome.attempt)
@@ -195,7 +197,7 @@ class _JobRun:
         """An attempt to compile the job with ``recipe``, or the result that the cache has."""
         key = artifact_key(self._key, recipe)
         if known := self._load(key):
-            return self._with_known(Attempt(recipe, known, day=self._build.day), search)
+            return Attempt(recipe, known, day=self._build.day)
         workers, location = self._build.workers, self._job.location
         if number := len(search.attempts):
             # The first one needs no name.
@@ -258,10 +260,8 @@ class _JobRun:
         self, search: Search, attempt: Attempt, folder: Path, to_beat: Nearness | None = None
     ) -> Attempt:
         """``attempt``, whose models are run as far as the verdict needs it."""
-        job, validated = (
-            attempt.recipe.job_of(self._job),
-            self._with_known(attempt, search).validated,
-        )
+        job = attempt.recipe.job_of(self._job)
+        validated = self._with_known(attempt, search).validated
         for index, model in enumerate(job.models):
             comparison = search.terms.comparisons[model.name]
             if comparison not in validated:

@@ -179,7 +179,7 @@ class Attempt:
 
         If it has changed what the EP named, and that still compiles nothing, all may be the cause.
         """
-        is_again = self.stop and self.recipe.changes
+        is_again = self.stop is not None and len(self.recipe.changes) > 0
         return self.recipe.with_change(kind, None if is_again else self.nodes_to_change)
 
 
@@ -205,6 +205,7 @@ def _verdict_of(validated: Collection[Validated]) -> Verdict | None:
     emulations = [v.emulation for v in validations if v.emulation is not None]
     return Verdict(
         "sensitive" if is_sensitive else "agrees" if is_compared else "not-run",
+        # No run is beyond the limits; an emulation may be.
         max(0.0, margin),
         gap,
         in_format=bool(unusual) or any(emulation.in_format for emulation in emulations),
@@ -302,12 +303,12 @@ class Search:
     @property
     def is_spent(self) -> bool:
         """Whether one more attempt would last so long that a result which may be shipped is good enough."""
-        once = (self._seconds_of(a, runs=1) for a in self.attempts if a.record)
-        one = next(once, 0.0)
-        return self.seconds + one > max(_SHORT, _PATIENCE * one)
+        compiled = (attempt for attempt in self.attempts if attempt.record)
+        first = next((self._seconds_of(attempt, runs=1) for attempt in compiled), 0.0)
+        return self.seconds + first > max(_SHORT, _PATIENCE * first)
 
     def _seconds_of(self, attempt: Attempt, runs: int | None = None) -> float:
-        """The same for ``attempt``, with so many ``runs`` of each model, by default as many as there were."""
+        """The `seconds` of ``attempt``, with as many ``runs`` of each model as given, or as there were."""
         if attempt.record is None:
             return 0.0
         provider, validated = PROVIDERS[self.settings.provider], self.validated(attempt)

@@ -296,7 +296,7 @@ STAGES = (
     Stage("prepare", None, _simplified, rounds=len(SIMPLIFIERS) + 1),
     Stage("cover", _leaves_nodes, _with_options),
     Stage("cover", _leaves_nodes, _rewritten, rounds=_ROUNDS),
-    # Rewrites may have made the operators that options help.
+    # What compiles only after rewriting says only then which operators it leaves.
     Stage("cover", _leaves_nodes, _with_options),
     Stage("cover", _leaves_nodes, _unrolled, rounds=2 * _ROUNDS - 1),
     Stage("correct", _is_inexact, _in_range),

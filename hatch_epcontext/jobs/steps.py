@@ -211,23 +211,22 @@ class Steps:
         What shorter recipes have in common with it is made once. Raises BuildError when that fails.
         """
         worker = worker or self.build.workers
-        done: tuple[Hashable, ...] = (
-            *(_source_key(job, job.models[index]), recipe.simplifier, recipe.fuse),
-        )
-        prepared = self._prepared.get(done)
+        source = _source_key(job, job.models[index])
+        key: tuple[Hashable, ...] = (source, recipe.simplifier, recipe.fuse)
+        prepared = self._prepared.get(key)
         if prepared is None:
             simplify = partial(self._simplify, job, job.models[index], recipe, worker)
             prepared = _call_again(simplify)
             if not recipe.fuse:
                 preparation = replace(prepared.preparation, rewrites=(_UNFUSED,))
                 prepared = replace(prepared, preparation=preparation)
-            self._prepared[done] = prepared
+            self._prepared[key] = prepared
         for change in recipe.all_changes:
-            done = (*done, change)
-            before, prepared = prepared, self._prepared.get(done)
+            key = (*key, change)
+            before, prepared = prepared, self._prepared.get(key)
             if prepared is None:
                 prepared = self._change(job, index, before, change, recipe, worker)
-                self._prepared[done] = prepared
+                self._prepared[key] = prepared
         return prepared
 
     def _prepare_all(

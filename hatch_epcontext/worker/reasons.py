@@ -66,9 +66,9 @@ def describe_refused(prepared: Path, target: Target) -> tuple[str, tuple[str, ..
     names = logged.keys() | _beyond_limits(typed, provider).keys()
     # Other nodes are in no file: ONNX Runtime has inserted them since.
     refused = [NodeFacts(n.name, graph.operator(n)) for n in main.node if n.name in names]
-    explanations = with_reasons(refused, logged, main, typed, provider)
     if not refused:
         return "", ()
+    explanations = with_reasons(refused, logged, main, typed, provider)
     sentence = f"It refuses {'; '.join(describe_nodes(explanations))}."
     return sentence, tuple(sorted(node.name for node in refused))
 

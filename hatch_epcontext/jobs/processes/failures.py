@@ -186,11 +186,8 @@ def _by_cause(
     # Many EPs only log that.
     if isinstance(error, RefusedError) and (lacking := missing(errors)):
         message = f"the EP cannot load its own libraries, because {lacking} is missing."
-        return UnavailableError(
-            Problem(
-                *(Kind.UNLOADABLE_LIBRARY, problem.location, message, lacking.advice), log=errors
-            )
-        )
+        where, hint = problem.location, lacking.advice
+        return UnavailableError(Problem(Kind.UNLOADABLE_LIBRARY, where, message, hint, log=errors))
     if memory_limit:
         # Some EPs report a lack of memory only as a failure.
         size = show_size(memory_limit)
