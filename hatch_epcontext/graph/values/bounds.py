@@ -81,24 +81,33 @@ def _lengths(operand: int, size: int | None) -> Iterator[Bound]:
 
 def divisors(node: onnx.NodeProto, scope: Scope) -> Iterator[tuple[str, Bound]]:
     """Yield what a Div or a Reciprocal divides by, if nothing else reads it: also of what it is a mean, a
-    product or a sum.
+    power, a product or a sum. Factors show the unit.
     """
-    waiting = [node.input[-1]] if node.op_type in ("Div", "Reciprocal") else []
+    waiting = [(node.input[-1], 1.0)] if node.op_type in ("Div", "Reciprocal") else []
     while waiting:
-        name = waiting.pop()
+        name, unit = waiting.pop()
         if len(scope.readers.get(name, ())) != 1:
             continue
-        yield name, Bound(0, 0.5, 1.5, "divisor")
-        maker = scope.maker(name)
-        if maker is None:
-            continue
-        if maker.op_type in _KEEPING_SIGNS:
-            waiting.append(maker.input[0])
-        elif maker.op_type in ("Add", "Max", "Mul"):
-            # A small number only keeps a sum from 0.
-            limits = () if maker.op_type == "Mul" else map(abs, _constants(maker, scope))
-            if max(limits, default=0.0) <= _MAX_KEPT:
-                waiting += dict.fromkeys(maker.input)
+        yield name, Bound(0, 0.5 * unit, 1.5 * unit, "divisor")
+        if (maker := scope.maker(name)) is not None:
+            waiting += _of_divisor(maker, unit, scope)
+
+
+def _of_divisor(node: onnx.NodeProto, unit: float, scope: Scope) -> Iterator[tuple[str, float]]:
+    """The operands of ``node``, which makes a divisor of about one ``unit``, each with its own unit."""
+    operator, first = node.op_type, node.input[0]
+    constants = [*_constants(node, scope)]
+    factor = abs(constants[0]) if len(constants) == 1 else 0.0
+    if operator in _KEEPING_SIGNS:
+        yield first, unit
+    elif operator in ("Div", "Pow") and factor and scope.constant(first) is None:
+        yield first, unit * factor if operator == "Div" else unit ** (1 / factor)
+    elif operator == "Mul":
+        own = unit / factor if factor else math.sqrt(unit)
+        yield from ((name, own) for name in dict.fromkeys(node.input))
+    elif operator in ("Add", "Max") and max(map(abs, constants), default=0.0) <= _MAX_KEPT:
+        # A small number only keeps a sum from 0.
+        yield from ((name, unit) for name in dict.fromkeys(node.input))
 
 
 def _constants(node: onnx.NodeProto, scope: Scope) -> Iterator[float]:

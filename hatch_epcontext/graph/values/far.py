@@ -391,7 +391,10 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         return replace(integers, far=tuple(_far_integers(facts, integers, uses)))
     if not ordinary.is_open:
         larger = (*_larger(facts, uses), *_counted_on(ordinary, uses, _IN_FLOATS))
-        return replace(ordinary, far=larger)
+        # What the range only guesses may be on either side of a threshold.
+        compared = () if ordinary.known else [c for c in uses.centers if c.compared]
+        beyond = _around(facts, ordinary, replace(uses, centers=[*compared]))
+        return replace(ordinary, far=(*larger, *beyond))
     sound = uses.is_signal and looks_like_sound(facts)
     far = [*_larger(facts, uses), *_counted_on(ordinary, uses, _IN_FLOATS)]
     far += [*_around(facts, ordinary, uses)]

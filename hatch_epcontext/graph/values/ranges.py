@@ -245,6 +245,7 @@ def _open_range(facts: TensorFacts, reached: Sequence[Bound]) -> Range:
         return Range(0.0, min(images), known=False)
     if is_scale(facts) and any(bound.kind == "factor" for bound in reached):
         return Range(0.5, 1.5, known=False, usual=1.0)
-    if any(bound.kind == "divisor" for bound in reached):
-        return Range(0.5, 1.5, known=False)
+    for bound in reached:
+        if bound.kind == "divisor":
+            return Range(bound.low, bound.high, known=False)
     return Range(-DEVIATIONS, DEVIATIONS, known=False)

@@ -237,6 +237,46 @@ def test_what_is_only_divided_by_is_not_near_zero() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nodes", "unit"),
+    [
+        ("m = Div (x, hundred) d = Mul (m, m) y = Div (one, d)", 100),
+        ("m = Mul (x, thousandth) d = Pow (m, two) y = Reciprocal (d)", 1000),
+        ("s = Pow (x, two) d = Mul (tenth, s) y = Div (one, d)", 10**0.5),
+        ("p = Mul (x, x) m = Div (p, hundred) d = Sqrt (m) y = Div (one, d)", 10),
+        # A number to the power of x has no unit.
+        ("d = Pow (two, x) y = Div (one, d)", 0),
+    ],
+)
+def test_factors_on_the_way_to_a_divisor_show_its_unit(nodes: str, unit: float) -> None:
+    range_ = ranges(
+        f"""(float[4] x) => (y) <float hundred = {{100}}, float thousandth = {{0.001}},
+        float tenth = {{0.1}}, float two = {{2}}, float one = {{1}}> {{ {nodes} }}"""
+    )["x"]
+    ends = (0.5 * unit, 1.5 * unit) if unit else (-8, 8)
+    assert (range_.low, range_.high) == pytest.approx(ends)
+
+
+@pytest.mark.parametrize(
+    ("bound", "centers"),
+    [
+        ("c = Conv (x, w)", {1.5}),
+        ("d = Div (x, bytes) c = Conv (d, w)", {600.0}),
+        # Nothing is above what clips.
+        ("d = Clip (x, zero, one) c = Conv (d, w)", set()),
+    ],
+)
+def test_a_picture_is_on_both_sides_of_a_number_with_which_its_largest_value_is_compared(
+    bound: str, centers: set[float]
+) -> None:
+    limit = max(centers, default=9)
+    text = f"""(float[1, 3, 16, 16] x) => (bool[] y, c) <float zero = {{0}}, float one = {{1}},
+        float bytes = {{255}}, float limit = {{{limit}}}> {{
+            most = ReduceMax <keepdims = 0> (x) y = Greater (most, limit) {bound} }}"""
+    far = all_of(text, w=(8, 3, 3, 3))["x"].far
+    assert {center for values in far for center in values.centers} == centers
+
+
+@pytest.mark.parametrize(
     ("nodes", "is_divisor"),
     [
         ("m = ReduceMean (x) d = Add (m, small) y = Div (one, d)", True),
