@@ -182,7 +182,7 @@ def measure(
         built = run_job(build, job)
         times, recipe = built.attempt.times, Recipe(built.record.recipe.simplifier)
         try:
-            prepared = Steps(build, build.scratch("prepared")).prepare(job, 0, recipe)
+            prepared = Steps(build, build.scratch("prepared")).prepare_and_change(job, 0, recipe)
         except BuildError as error:
             raise job.located(error) from error
         versions |= built.record.versions

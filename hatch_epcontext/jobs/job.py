@@ -206,7 +206,7 @@ class _JobRun:
                 workers.report(f"{location}: {line} (until now: {best_note(search)}) ...")
         folder = self._build.scratch("artifact")
         with self._files_unchanged():
-            attempt = self._steps.compile(recipe.job_of(self._job), recipe, folder)
+            attempt = self._steps.attempt(recipe.job_of(self._job), recipe, folder)
         if attempt.record is not None:
             record = replace(attempt.record, search=self._key)
             self._folders[key] = folder

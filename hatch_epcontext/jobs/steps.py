@@ -1,4 +1,4 @@
-"""The steps of a job: its models are prepared, compiled and validated in workers on this machine."""
+"""The steps of a job: its models are prepared, changed, compiled and validated in workers on this machine."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class Steps:
     _references: dict[Hashable, Prepared] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def compile(self, job: Job, recipe: Recipe, folder: Path) -> Attempt:
-        """Compile ``job`` with ``recipe`` into ``folder``, which is made.
+    def attempt(self, job: Job, recipe: Recipe, folder: Path) -> Attempt:
+        """Prepare, change and compile ``job`` with ``recipe`` into ``folder``, which is made.
 
         One process prepares the models, and compiles them too, or a fresh one if it serves several jobs.
         Raises BuildError for problems that no other recipe can avoid.
@@ -98,7 +98,7 @@ class Steps:
         optimizes = job.target.provider.product == "optimized"
         purpose = self._purpose(job, recipe, "optimize" if optimizes else "run")
         with self.build.workers.process(purpose) as worker:
-            prepared = self._prepare_all(job, recipe, worker)
+            prepared = self._prepare_and_change_all(job, recipe, worker)
             if isinstance(prepared, Attempt):
                 return prepared
             seconds = time.monotonic() - start
@@ -165,7 +165,7 @@ class Steps:
         prepared = None
         # Its number format is emulated on the file that was compiled, which an earlier build may have done.
         if _is_emulated(target):
-            again = self.prepare(job, index, record.recipe)
+            again = self.prepare_and_change(job, index, record.recipe)
             # With other samples, other rewrites are worthwhile.
             is_same = again.preparation.rewrites == record.preparations[index].rewrites
             prepared = again.path if is_same else None
@@ -197,13 +197,13 @@ class Steps:
                 request = replace(request, on_one_core=is_short)
                 return worker.call(request, log, location=job.location, step="validate")
 
-        prepare = partial(self._simplify, job, to_run, Recipe("none"), self.build.workers)
+        prepare = partial(self._prepare, job, to_run, Recipe("none"), self.build.workers)
         source = self._references.get(_source_key(job, to_run))
         validated = _call_again(lambda: validate_moved(request, call, prepare, source))
         shutil.rmtree(moved)
         return validated
 
-    def prepare(
+    def prepare_and_change(
         self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers | None = None
     ) -> Prepared:
         """The job's model with this ``index`` as ``recipe`` prepares and changes it, made by ``worker``.
@@ -215,8 +215,7 @@ class Steps:
         key: tuple[Hashable, ...] = (source, recipe.simplifier, recipe.fuse)
         prepared = self._prepared.get(key)
         if prepared is None:
-            simplify = partial(self._simplify, job, job.models[index], recipe, worker)
-            prepared = _call_again(simplify)
+            prepared = _call_again(partial(self._prepare, job, job.models[index], recipe, worker))
             if not recipe.fuse:
                 preparation = replace(prepared.preparation, rewrites=(_UNFUSED,))
                 prepared = replace(prepared, preparation=preparation)
@@ -229,31 +228,31 @@ class Steps:
                 self._prepared[key] = prepared
         return prepared
 
-    def _prepare_all(
+    def _prepare_and_change_all(
         self, job: Job, recipe: Recipe, worker: Worker
     ) -> tuple[Prepared, ...] | Attempt:
         """The models of ``job``, prepared and changed; or the attempt that stops there."""
         numbers = range(len(job.models))
 
-        def prepare(recipe: Recipe) -> tuple[Prepared, ...]:
-            return tuple(self.prepare(job, number, recipe, worker) for number in numbers)
+        def after(recipe: Recipe) -> tuple[Prepared, ...]:
+            return tuple(self.prepare_and_change(job, number, recipe, worker) for number in numbers)
 
         try:
-            plain = prepare(recipe.before_changes)
+            plain = after(recipe.before_changes)
         except BuildError as error:
             return Attempt(recipe, stop=_stop("prepare", error, recipe))
         control_flow = dict.fromkeys(n for model in plain for n in model.preparation.control_flow)
         if control_flow and not recipe.takes_control_flow:
             return Attempt(recipe, stop=Stop("prepare", control_flow=tuple(control_flow)))
         try:
-            changed = prepare(recipe.to_last_change)
+            changed = after(recipe.to_last_change)
             if _is_changed(recipe, plain, changed):
-                return prepare(recipe)
+                return after(recipe)
         except BuildError as error:
             return Attempt(recipe, stop=_stop("change", error, recipe))
         return replace(_unfinished(recipe, changed), stop=Stop("change"))
 
-    def _simplify(
+    def _prepare(
         self, job: Job, model: Model, recipe: Recipe, worker: Worker | Workers
     ) -> Prepared:
         """Fix and simplify the model."""

@@ -89,7 +89,7 @@ def new_build(workers: Workers, staging: Path, *jobs: Job) -> Build:
 def run(build: Build, job: Job) -> Validated:
     """Compile and validate ``job``."""
     steps, folder = Steps(build, build.staging / "prepared"), build.staging / job.target.name
-    record = steps.compile(job, Recipe("onnxruntime"), folder).record
+    record = steps.attempt(job, Recipe("onnxruntime"), folder).record
     assert record is not None
     return steps.validate(job, 0, folder, record)
 
@@ -146,11 +146,11 @@ def test_without_what_is_folded_into_convolutions_a_model_keeps_its_nodes(
     folded, other = plan(configured(project, toml)).jobs
     steps = Steps(new_build(workers, tmp_path, folded, other), tmp_path / "prepared")
     unfused = Recipe("onnxruntime", fuse=False)
-    before = steps.prepare(folded, 0, Recipe("onnxruntime"))
-    after = steps.prepare(folded, 0, unfused)
+    before = steps.prepare_and_change(folded, 0, Recipe("onnxruntime"))
+    after = steps.prepare_and_change(folded, 0, unfused)
     assert after.preparation.nodes == before.preparation.nodes + 1
     assert after.preparation.rewrites == ("nothing folded into convolutions",)
-    assert steps.compile(other, unfused, tmp_path / "out").stop == Stop("change")
+    assert steps.attempt(other, unfused, tmp_path / "out").stop == Stop("change")
 
 
 @pytest.mark.parametrize(("operator", "requests"), [("Add", 1), ("Pow", 2)])
@@ -161,10 +161,10 @@ def test_a_model_without_what_is_to_be_rewritten_is_only_prepared(
     save(parsed(text, two=np.float32(2)), project / "models" / "a.onnx")
     steps = Steps(new_build(workers, tmp_path, job), tmp_path / "prepared")
     recipe = Recipe("onnxruntime", corrections=ALWAYS)
-    prepared = steps.prepare(job, 0, recipe)
+    prepared = steps.prepare_and_change(job, 0, recipe)
     assert prepared.preparation.rewrites == (("square",) if requests == 2 else ())
     # What is for all models comes last, and is not done again if nothing else changes.
-    unrolled = steps.compile(job, recipe.with_change("unroll", None), tmp_path / "out")
+    unrolled = steps.attempt(job, recipe.with_change("unroll", None), tmp_path / "out")
     assert unrolled.stop == Stop("change")
     assert [step for step, _ in answering(tmp_path)] == ["call"] * requests
 
