@@ -114,16 +114,17 @@ class Explainer:
             message += (
                 " None of them depends on an input: ONNX Runtime computes them all beforehand."
             )
-            hint = "Ship their results: the provider cpu stores them in its model."
+            hint = "Ship their results: the provider cpu stores them in its model (not tried)."
         elif control := graph.control_flow(source):
             message += f" It has {' and '.join(control)}, which few EPs compile."
-            hint, settings = on_conditions(source, self.key) or ("Remove them from the model.", ())
+            advice = on_conditions(source, self.key)
+            hint, settings = advice or ("Remove them from the model (not tried).", ())
         sentence, nodes = self.describe_refused()
         if sentence:
             message += f" {sentence}"
             if not settings:
                 # If the EP gives reasons for its nodes, the chip is not the cause.
-                hint = "Change the model at these nodes."
+                hint = "Change the model at these nodes (not tried)."
         return RefusedError(
             Problem(Kind.NOTHING_COMPILED, "", message, hint, settings=settings, nodes=nodes)
         )

@@ -215,7 +215,7 @@ def _not_embeddable(
             "",
             f"the model became {len(contexts)} contexts, and {provider.ep} loads only one that is "
             "embedded.",
-            "Put the blobs into a file beside the context model.",
+            "Put the blobs into a file beside the context model (not tried).",
             settings=(Setting(model.key / "embed", False),),
         )
 

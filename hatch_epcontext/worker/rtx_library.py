@@ -114,7 +114,7 @@ def compile_with_library(
     if target.settings.embed and bytes_ > PROTOBUF_LIMIT - _MAX_REST:
         size = f"the engine has {bytes_ / 2**30:.1f} GiB"
         message = f"{size}, but an ONNX file cannot be larger than 2 GiB."
-        hint = "Put it into a file beside the context model."
+        hint = "Put it into a file beside the context model (not tried)."
         setting = Setting(key / "embed", False)
         raise ModelError(Problem(Kind.TOO_LARGE, "", message, hint, settings=(setting,)))
     version = importlib.import_module(trt.__package__).__version__
