@@ -194,11 +194,11 @@ def answers_key(build: Build, built: Built) -> str:
 
 
 def compare_answers(
-    build: Build, built: Built, compile_alone: Callable[[], Sequence[Built]]
+    build: Build, built: Built, results_to_run: Callable[[], Sequence[Built]]
 ) -> tuple[Answer, ...]:
     """What onnxruntime-genai answers with ``built``; none if that is not due, or cannot be run here.
 
-    ``compile_alone`` gives what is run instead of ``built``. Raises BuildError if it answers otherwise than
+    ``results_to_run`` gives what is run instead of ``built``. Raises BuildError if it answers otherwise than
     on the CPU.
     """
     job = built.job
@@ -209,7 +209,7 @@ def compare_answers(
     try:
         answers = build.cache.get("facts", key, tuple[Answer, ...]) or ()
         if not answers and not job.target.from_cache and can_answer(job):
-            answers = _converse(build, job, where, compile_alone())
+            answers = _converse(build, job, where, results_to_run())
             build.cache.put("facts", key, answers)
         _check(answers, limit.snr)
     except BuildError as error:

@@ -314,11 +314,11 @@ class _JobRun:
     def compare_answers(self, built: Built) -> tuple[Answer, ...]:
         """What onnxruntime-genai answers with ``built``; see `genai.compare_answers`."""
 
-        def compile_alone() -> Sequence[Built]:
+        def results_to_run() -> Sequence[Built]:
             # Only a device opens contexts that share weights: another process would crash.
             return [*map(self._compile_alone, self._job.jobs_alone)] or [built]
 
-        return compare_answers(self._build, built, compile_alone)
+        return compare_answers(self._build, built, results_to_run)
 
     def _finish(self, search: Search, winner: Attempt, folder: Path) -> Built:
         """The result; raises BuildError if more must be known of it."""
