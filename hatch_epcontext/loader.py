@@ -129,8 +129,8 @@ def load(
     ``fallback``: whether the source model may be opened, last and on the CPU. ``recompile``: if a target that
     has ``recompile = true`` does not open, compile it on this machine, once; "background" opens the next one
     until then. ``progress`` gets texts while it waits for that, and the share that is done or None.
-    ``verify``: compare the manifest and all files beside the model with their recorded sha256, and refuse
-    files that the manifest does not list.
+    ``verify``: compare the manifest and all files beside the model with their recorded sha256, and open no
+    model beside files that the manifest does not list.
     ``package``: the folder of another package that hatch-epcontext wrote. Trust it as you trust code.
     ``session_options``: the app's own, only for this call, to which those of the target are added; or a
     function that creates them, for each target that is opened.

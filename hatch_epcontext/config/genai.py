@@ -30,7 +30,7 @@ from hatch_epcontext.providers import PROVIDERS, Provider
 from hatch_epcontext.shipped import CPU_EP, SOURCE
 from hatch_epcontext.text import count, listing, show, toml_key
 
-_REFUSED = ("dims", "shapes", "constants", "cut", "share_weights")
+_OF_FOLDER = ("dims", "shapes", "constants", "cut", "share_weights")
 """Keys of a model that the folder decides."""
 
 _TEXT_TYPES = frozenset(
@@ -63,7 +63,7 @@ def read_folder(
 
     ``targets``: those of the configuration, by name.
     """
-    for name in _REFUSED:
+    for name in _OF_FOLDER:
         if getattr(table, name):
             message = "is for a single model, and this one is a folder of onnxruntime-genai."
             yield Problem.at(key / toml_key(name), Kind.NOT_APPLICABLE, message, "Remove it.")

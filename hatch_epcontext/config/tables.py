@@ -45,10 +45,10 @@ class Declaration:
 
     ``otherwise`` is the value of a target's key that is missing; ``when_missing`` describes it if it depends
     on other things. ``check`` is one of the value, and ``items`` one of each text and number in a list or
-    table. Providers without the ``feature`` refuse the key. With ``is_secret`` no message shows an invalid
-    value, which may contain a password, and an empty environment variable is the value None. The default of a
-    ``required`` key stands for a missing value. Without ``has_variable`` no environment variable wins over
-    the key of ``build`` or ``wheel``.
+    table. The key is an error for providers without the ``feature``. With ``is_secret`` no message shows an
+    invalid value, which may contain a password, and an empty environment variable is the value None. The
+    default of a ``required`` key stands for a missing value. Without ``has_variable`` no environment variable
+    wins over the key of ``build`` or ``wheel``.
     """
 
     doc: str
