@@ -89,6 +89,8 @@ class Case:
                 else:
                     names.append(operand)
             nodes.append(onnx.parser.parse_node(f"{start}({', '.join(names)})"))
+            # As in builds: QNN does not fuse a HardSigmoid without a name.
+            nodes[-1].name = nodes[-1].output[0]
         graph = onnx.helper.make_graph(
             nodes,
             "g",
@@ -402,6 +404,8 @@ def _fused() -> Iterator[Case]:
     others = (
         "y = HardSigmoid<alpha=0.25>({})", "y = HardSwish({})", "y = Gelu({})", "y = Elu({})", "y = Exp({})",
         "y = Softplus({})", "y = LeakyRelu<alpha=0.125>({})", "y = Relu({})", "y = Clip({}, 0, 6)",
+        "s = HardSigmoid<alpha=0.16666667, beta=0.5>({}); y = Mul({}, s)",
+        "s = HardSigmoid<alpha=0.16666667, beta=0.5>({}); y = Mul(s, {})",
     )  # fmt: skip
     for nodes, shape_, constants in layers:
         before = nodes.rpartition("; ")[2][0]

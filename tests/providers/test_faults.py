@@ -9,6 +9,7 @@ from onnx import numpy_helper
 from benchmarks import sweep
 from benchmarks.sweep import Case, Result
 from hatch_epcontext.graph.number_format import Fault
+from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
 
@@ -46,13 +47,19 @@ def explains(fault: Fault, case: Case, result: Result) -> bool:
     return False
 
 
+def is_avoided(case: Case) -> bool:
+    """Whether a rewrite that needs no fault changes it, as that of several nodes that are fused."""
+    needed = {*PROVIDERS["qnn"].rewrites} - {fault.rewrite for fault in FAULTS}
+    return not needed.isdisjoint(applicable(onnx.load_model_from_string(case.model())))
+
+
 def test_each_case_of_the_sweep_has_a_result() -> None:
     assert {case.name for case in sweep.cases()} == RESULTS.keys()
     assert not [name for name, each in RESULTS.items() if each.status == "crashed"]
 
 
 def test_the_sweep_found_each_fault_and_no_other() -> None:
-    unknown = {case.name for case in WRONG}
+    unknown = {case.name for case in WRONG if not is_avoided(case)}
     not_found = list(FAULTS)
     for case in WRONG:
         for fault in FAULTS:
