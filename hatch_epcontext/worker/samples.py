@@ -15,6 +15,7 @@ from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.worker.results import FEW_SAMPLES
 from hatch_epcontext.worker.synthetic import (
     FAINT,
+    QUIET,
     RANDOM,
     Pattern,
     assumed_range,
@@ -146,7 +147,7 @@ def _varied(
     names: Counter[str] = Counter()
     least = _faintest([range_ for range_ in of_inputs if range_.is_open])
     for index, pattern in enumerate(patterns()):
-        if pattern.faintest < least:
+        if pattern.faintest < least or (least and pattern.level < QUIET):
             continue
         if pattern == RANDOM and not states:
             continue

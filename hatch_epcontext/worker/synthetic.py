@@ -20,11 +20,8 @@ _WORDS = ("alpha", "beta")
 _LEVELS = (0.01, 1e-3, 1e-4, 1e-5, 0.1, 1.0)
 """The levels of floats that nothing bounds, from near silence to full scale, in the order of samples."""
 
-_QUIET = 1e-2
-"""The level from which such floats are usual: features are seldom smaller."""
-
-FAINT = 1e-3
-"""The level below which only sound has values."""
+QUIET, FAINT = 1e-2, 1e-3
+"""The level from which such floats are usual; only sound has lower ones. That to which others decay."""
 
 NEAR = 2.0**-8
 """The distance from a threshold, relative to it, at which rounding to 8 bits and more moves no number over
@@ -212,7 +209,7 @@ def patterns() -> Iterator[Pattern]:
         ("sorted", 1.0, True),
     )
     levels = (
-        (name, level, name != "constant" and level >= _QUIET) for level in _LEVELS for name in _LOUD
+        (name, level, name != "constant" and level >= QUIET) for level in _LEVELS for name in _LOUD
     )
     signals = [*first, *(signal for signal in levels if signal not in first)]
     pictures, ids = [*_PICTURES][1:], [*_IDS][1:]

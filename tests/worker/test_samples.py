@@ -41,7 +41,7 @@ def fed(
 def test_samples_are_different_and_the_same_in_every_run() -> None:
     ranges = {"x": OPEN, "i": Range(0, 256, known=True, whole=True)}
     one, two = (fed([X, I], ranges) for _ in range(2))
-    assert len(one) > 40
+    assert len(one) > 30
     assert len({each.name for each in one}) == len(one)
     for a, b in zip(one, two, strict=True):
         assert all(np.array_equal(a.feeds[name], b.feeds[name]) for name in ("x", "i"))
@@ -73,7 +73,7 @@ def test_silence_constants_and_large_floats_are_not_usual() -> None:
 
 def test_only_sound_is_nearly_silent() -> None:
     names = [each.name for each in fed([X], {"x": OPEN})]
-    assert not any("0.0001" in name for name in names)
+    assert not any("0.001" in name or "0.0001" in name for name in names)
     # It ends at a thousandth of its level.
     assert [name for name in names if "decay" in name] == ["decay at 0.1", "decay at 1"]
 

@@ -43,6 +43,9 @@ _WIDE, _NARROW = 1 / 8, 1 / 1000
 _MAX_CENTERS = 4096
 """The most numbers of a constant that is a center."""
 
+_MAX_SENSORS = 8
+"""The most values at one time of a series: more are features."""
+
 _MAX_COORDINATES = 3
 """The most different numbers of one place: more are the means of features, which vary."""
 
@@ -309,8 +312,10 @@ class UsesOfInputs:
         is_mean = mean is not None and mean.op_type == "ReduceMean" and mean.input[0] == one
         if is_mean and mean is not None:
             axes, rank = scope.axes(mean) or (), len(scope.sizes(one) or ())
-            # Along the last axis of several rows it normalizes what a layer computes.
-            is_mean = rank <= 2 or (rank == 3 and rank - 1 not in axes)
+            # Along the last axis of several rows it normalizes what a layer computes, and along another one
+            # features.
+            channels = (scope.sizes(one) or (1,))[-1] or 1
+            is_mean = rank <= 2 or (rank == 3 and rank - 1 not in axes and channels <= _MAX_SENSORS)
         root = self._moved(one)
         whole, *parts = (scope.shape(name) for name in (root, one, other))
         if whole is None or None in parts or not (is_mean or root == self._moved(other)):

@@ -125,6 +125,9 @@ def _concerns(bound: Bound, term: LinearTerm) -> bool:
     """Whether a value with this ``term`` is what ``bound`` is about: booleans are masks, and no numbers."""
     if bound.kind == "mask":
         return term.truth == "itself"
+    if bound.kind == "clip" and term.several and term.scale < 0:
+        # What is subtracted from something that is clipped.
+        return False
     return not term.truth or bound.kind in ("length", "clip")
 
 

@@ -190,6 +190,14 @@ def test_floats_have_the_range_that_is_clipped_or_quantized() -> None:
     assert found == {"a": Range(-1, 6, known=True), "b": Range(-50, 77.5, known=True)}
 
 
+def test_what_is_subtracted_from_clipped_values_is_not_negative() -> None:
+    found = ranges(
+        """(float[4] c, float[4] s) => (float[4] y) <float low = {0}, float high = {640}> {
+            a = Sub (c, s) b = Add (c, s) p = Concat <axis = 0> (a, b) y = Clip (p, low, high) }"""
+    )
+    assert found == dict.fromkeys(("c", "s"), Range(0, 320, known=True))
+
+
 def test_floats_that_become_indices_are_whole() -> None:
     found = ranges(
         "(float[2] x) => (float[] y) { i = Cast <to = 7> (x) y = Gather (table, i) }", table=(7, 3)
@@ -398,6 +406,15 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
         ),
         (
             "(float[1, 4, 32] x) => (float[] y) { m = ReduceMean <axes = [2]> (x) y = Sub (x, m) }",
+            [],
+        ),
+        (
+            "(float[1, 32, 4] x) => (float[] y) { m = ReduceMean <axes = [1]> (x) y = Sub (x, m) }",
+            [(1000, 1)],
+        ),
+        # Features.
+        (
+            "(float[1, 32, 9] x) => (float[] y) { m = ReduceMean <axes = [1]> (x) y = Sub (x, m) }",
             [],
         ),
         # No iteration at all.
