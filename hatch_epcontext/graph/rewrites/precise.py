@@ -222,8 +222,16 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     Spectra of audio, as in DNSMOS, have powers that float16 does not have; openWakeWord filters them. So has
     the level of sound: ``Log(ReduceMean(x²) + number)``.
     """
+    if factors := _different_factors(node.input[0], scope):
+        logarithms = (builder.add("Log", builder.add("Abs", factor)) for factor in factors)
+        return [builder.add("Add", *logarithms)]
     if level := _root_of_level(node.input[0], scope, builder):
         return [builder.add("Mul", builder.add("Log", level), builder.number(2))]
+    return _log_of_squares(node, scope, builder)
+
+
+def _log_of_squares(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """That of at least a number and the sum of two squares, also behind filters."""
     limited = _at_least(node.input[0], scope)
     if limited is None:
         return None
@@ -231,9 +239,10 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     # Some square a root again.
     root = scope.maker(_squared(power, scope) or "")
     total = scope.maker(root.input[0] if root is not None and root.op_type == "Sqrt" else power)
-    weights = ""
+    weights, is_first = "", False
     if total is not None and total.op_type == "MatMul":
-        power, weights = total.input
+        is_first = scope.constant(total.input[0]) is not None
+        weights, power = total.input if is_first else reversed(total.input)
         filters, total = scope.constant(weights), scope.maker(power)
         if filters is None or filters.ndim < 2 or (filters < 0).any():
             return None
@@ -245,11 +254,11 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     least = math.sqrt(number)
     largest = builder.add("Max", *(builder.add("Abs", value) for value in values))
     if weights:
-        largest = builder.reduced("ReduceMax", largest, [-1], keepdims=1)
+        largest = builder.reduced("ReduceMax", largest, [-2 if is_first else -1], keepdims=1)
     scale = _scale(largest, least, 64, builder)
     power = builder.add("Add", *(_scaled_square(value, scale, builder) for value in values))
     if weights:
-        power = builder.add("MatMul", power, weights)
+        power = builder.add("MatMul", *((weights, power) if is_first else (power, weights)))
     result = builder.add("Mul", builder.add("Sqrt", power), scale)
     result = builder.add("Log", builder.add("Max", result, builder.number(least)))
     return [builder.add("Mul", result, builder.number(2))]
@@ -282,12 +291,14 @@ def _log_of_more(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Output
 
 def _root(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """``Sqrt(ReduceMean(x²) + number)``, also of a sum, or a ReduceL2, of values that are first scaled by the
-    largest.
+    largest; and ``Sqrt(a * b)`` as the product of two roots.
 
     The RMSNorm of language models such as T5 has values whose squares float16 does not have.
     """
     if node.op_type == "ReduceL2":
         return _scaled_root(node, node.input[0], 0.0, scope, builder)
+    if factors := _different_factors(node.input[0], scope):
+        return [builder.add("Mul", *(builder.add("Sqrt", builder.add("Abs", f)) for f in factors))]
     value, number = _beside_number(node.input[0], "Add", scope) or (node.input[0], 0.0)
     return _root_of_squares(value, number, scope, builder)
 
@@ -305,10 +316,26 @@ def _root_of_level(value: str, scope: Scope, builder: Builder) -> str | None:
 def _root_of_squares(value: str, number: float, scope: Scope, builder: Builder) -> Outputs:
     """That of ``value``, a sum or a mean of squares, plus ``number``."""
     total = scope.maker(value)
+    if total is not None and total.op_type == "Add":
+        return _root_of_two(total, number, scope, builder)
     if total is None or total.op_type not in ("ReduceMean", "ReduceSum"):
         return None
     squared = _squared(total.input[0], scope)
     return _scaled_root(total, squared, number, scope, builder) if squared else None
+
+
+def _root_of_two(total: onnx.NodeProto, number: float, scope: Scope, builder: Builder) -> Outputs:
+    """That of ``number`` and ``total``, the sum of two squares, whose values are scaled by the larger."""
+    values = [value for name in total.input if (value := _squared(name, scope))]
+    if len(values) != 2 or any(_is_scaled(value, scope) for value in values):
+        return None
+    least = math.sqrt(number)
+    largest = builder.add("Max", *(builder.add("Abs", value) for value in values))
+    scale = _scale(largest, least, 64, builder)
+    power = builder.add("Add", *(_scaled_square(value, scale, builder) for value in values))
+    if least:
+        power = builder.add("Add", power, _scaled_square(builder.number(least), scale, builder))
+    return [builder.add("Mul", builder.add("Sqrt", power), scale)]
 
 
 def _scaled_root(
@@ -386,6 +413,17 @@ def _factors(name: str, scope: Scope) -> tuple[str, str] | None:
         return None
     one, other = node.input
     return one, other
+
+
+def _different_factors(name: str, scope: Scope) -> tuple[str, str] | None:
+    """Two different values whose product is ``name``; no constants, and no roots, which are small already."""
+    factors = _factors(name, scope)
+    if factors is None or len({*factors}) == 1:
+        return None
+    makers = (scope.maker(factor) for factor in factors)
+    are_small = any(maker is not None and maker.op_type == "Sqrt" for maker in makers)
+    is_stored = any(scope.constant(factor) is not None for factor in factors)
+    return None if are_small or is_stored else factors
 
 
 def _covariance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:

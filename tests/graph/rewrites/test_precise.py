@@ -213,6 +213,32 @@ def test_a_logarithm_of_a_power_is_that_of_a_scaled_root(body: str) -> None:
     assert found[-3:] == ["Max", "Log", "Mul"]
 
 
+def test_filters_of_a_power_may_come_first() -> None:
+    body = f"{SQUARES} bank = MatMul(bands, power) c = Max(bank, least) y = Log(c)"
+    bands = "float[2, 3] bands = {1, 0, 2, 0, 1, 1}"
+    found = mended(of(body, f"{STORED}, {bands}", given=PAIR), "log-power")
+    assert found[-4:] == ["Mul", "Max", "Log", "Mul"]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "end"),
+    [
+        ("log-power", "p = Mul(u, v) y = Log(p)", ["Abs", "Log", "Abs", "Log", "Add"]),
+        ("scaled-square", "p = Mul(u, v) y = Sqrt(p)", ["Abs", "Sqrt", "Abs", "Sqrt", "Mul"]),
+        ("scaled-square", f"{SQUARES} y = Sqrt(power)", ["Add", "Sqrt", "Mul"]),
+        ("scaled-square", f"{SQUARES} m = Add(power, one) y = Sqrt(m)", ["Add", "Sqrt", "Mul"]),
+        ("log-power", f"{SQUARES} m = Add(power, least) y = Log(m)", ["Mul", "Log", "Mul"]),
+    ],
+)
+def test_a_root_or_a_logarithm_of_two_values_is_of_each_or_of_scaled_ones(
+    name: RewriteName, body: str, end: list[str]
+) -> None:
+    if body.startswith("p"):
+        body = f"a = Abs(x) b = Abs(z) u = Add(a, two) v = Add(b, two) {body}"
+    found = mended(of(body, STORED, given=PAIR), name)
+    assert found[-len(end) :] == end
+
+
 SMALL_NUMBERS = [
     "more = Add(x, least) y = Log(more)",
     "square = Mul(x, x) more = Add(least, square) y = Log(more)",
@@ -318,6 +344,9 @@ STAYING = {
     ],
     "scaled-square": [
         "y = Sqrt(x)",
+        "p = Mul(x, two) y = Sqrt(p)",
+        "p = Mul(x, x) y = Sqrt(p)",
+        "a = Mul(x, x) b = Add(a, z) y = Sqrt(b)",
         *(NORM.replace(*change) for change in (
             ("square = Pow(x, two)", "square = Mul(x, z)"), ("Add(mean, least)", "Add(mean, below)"),
             ("ReduceMean<axes = [-1]>", "ReduceMax<axes = [-1]>"))),
