@@ -39,16 +39,17 @@ class _Integers:
 
     def shifted_right(self, value: str, amount: str) -> str:
         """``value`` by 2 to the power of ``amount``, rounded down."""
-        builder, count = self.builder, np.iinfo(self.dtype).bits
-        powers = [min(2**n, 2 ** (count - 1) - 1) for n in range(count)]
-        divisors = builder.store(np.array(powers, self.dtype))
-        divisor = builder.add("Gather", divisors, amount, axis=0)
+        builder, amounts = self.builder, np.arange(np.iinfo(self.dtype).bits, dtype=self.dtype)
         # ~(~x / 2^n) of negative ones, because a quotient is rounded to zero.
         negative = builder.add("Less", value, self.number(0))
         ones = self.number(-1)
         opposite = builder.add("Sub", ones, value)
         positive = builder.add("Where", negative, opposite, value)
-        quotient = builder.add("Div", positive, divisor)
+        quotient = positive
+        # In two parts, because the greatest power of 2 is above the greatest number.
+        for part in (amounts // 2, amounts - amounts // 2):
+            divisor = builder.add("Gather", builder.store(2**part), amount, axis=0)
+            quotient = builder.add("Div", quotient, divisor)
         return builder.add("Where", negative, builder.add("Sub", ones, quotient), quotient)
 
     def shifted_left(self, value: str, amount: str) -> str:
@@ -164,6 +165,12 @@ def shift_as_product(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
         if is_signed:
             negative = builder.add("Less", value, filler)
             filler = builder.add("Where", negative, integers.number(-1), filler)
+        elif type_ == TensorProto.UINT64:
+            # Values from 2^63 on are less by 2^64 as int64.
+            shifted = np.array([0, -(2**63), *(2 ** (64 - n) for n in range(2, 64))], np.int64)
+            modulus = builder.add("Gather", builder.store(shifted), inside, axis=0)
+            negative = builder.add("Less", value, filler)
+            result = builder.add("Where", negative, builder.add("Add", result, modulus), result)
     elif is_long:
         powers = builder.store(np.array([2**n for n in range(63)] + [-(2**63)], np.int64))
         result = builder.add("Mul", value, builder.add("Gather", powers, inside, axis=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.number_format import RewriteName
+from hatch_epcontext.graph.rewrites import REWRITES
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
 from hatch_epcontext.graph.rewriting import apply
+from hatch_epcontext.worker.ort_values import value_types
 from tests.graph.rewrites.equal import operators, session
 from tests.models import untyped
 
@@ -134,3 +137,20 @@ def test_what_is_right_by_itself_stays(name: RewriteName, body: str) -> None:
     after = onnx.ModelProto.FromString(before.SerializeToString())
     assert apply(after, [PRECISE[name]], None, {}).names == ()
     assert after == before
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+@pytest.mark.parametrize("direction", ["LEFT", "RIGHT"])
+def test_shifts_are_right_at_the_ends_of_a_type(bits: int, direction: str) -> None:
+    dtype = np.dtype(f"uint{bits}")
+    values = np.array([0, 1, 2, 3, *(2 ** (bits - 1) + n for n in (-1, 0, 1)), 2**bits - 1], dtype)
+    values, amounts = (
+        np.ravel(array) for array in np.meshgrid(values, np.arange(bits, dtype=dtype))
+    )
+    kind = f"{dtype}[{values.size}]"
+    body = f"y = BitShift<direction='{direction}'>(x, n)".replace("'", '"')
+    source = model(f"({kind} x, {kind} n) => (y) {{ {body} }}")
+    before = session(source).run(None, {"x": values, "n": amounts})
+    assert apply(source, REWRITES, frozenset({"BitShift"}), value_types(source, Path())).names
+    after = session(source).run(None, {"x": values, "n": amounts})
+    np.testing.assert_array_equal(after[0], before[0])
