@@ -28,6 +28,10 @@ NEAR = 2.0**-8
 it: values so near it are rare, and say nothing of others.
 """
 
+_NOISES = frozenset({"random", "pink", "burst", "sorted"})
+_SPEECH = 0.05
+"""The level of noises as sound, relative to full scale: that of speech."""
+
 _SPECIAL = 4
 """The number of first indices that tokenizers reserve for special tokens; they reserve the last one too."""
 
@@ -39,7 +43,7 @@ class Pattern:
     """The natures of synthetic values by name: of sound and features, of pictures, and of integers.
 
     ``level``: the factor of floats that nothing bounds. ``usual``: whether an app can have such floats; not
-    for constants, silence, and values that are too large.
+    for constants, silence, and values that are too large. Noises as sound are `_SPEECH` times as loud.
     """
 
     signal: str
@@ -54,11 +58,15 @@ class Pattern:
         return self.level / 100 if self.signal == "decay" else self.level
 
     def suits(self, ranges: Iterable[Range]) -> bool:
-        """Whether an app can have such inputs with these ``ranges``: what these bound, but for one colour."""
+        """Whether an app can have such inputs with these ``ranges``: not pictures of one colour, nor sound at
+        full scale.
+        """
         varying = [range_ for range_ in ranges if range_.usual is None and not range_.whole]
-        is_open = any(range_.is_open for range_ in varying)
-        is_bound = any(not range_.is_open for range_ in varying)
-        return (self.usual or not is_open) and not (is_bound and self.picture in _ONE_COLOUR)
+        signals = [range_ for range_ in varying if range_.is_open]
+        is_full = self.level >= 1 and self.signal not in _NOISES
+        is_loud = is_full and any(range_.sound for range_ in signals)
+        is_flat = len(signals) < len(varying) and self.picture in _ONE_COLOUR
+        return (self.usual or not signals) and not (is_loud or is_flat)
 
     def nature(self, ranges: Iterable[Range]) -> str:
         """The nature of inputs with these ``ranges``, whatever their level."""
@@ -154,7 +162,8 @@ def _of_range(
         # The range is eight standard deviations wide on either side.
         signal = _SIGNALS[pattern.signal](math.prod(shape), rng)
         signal = signal if range_.signed else np.abs(signal)
-        return signal.reshape(shape) * (pattern.level * range_.high / DEVIATIONS)
+        loudness = _SPEECH if range_.sound and pattern.signal in _NOISES else 1.0
+        return signal.reshape(shape) * (pattern.level * loudness * range_.high / DEVIATIONS)
     share = np.clip(_PICTURES[pattern.picture](shape, rng), 0.0, 1.0)
     return range_.low + share * (range_.high - range_.low)
 

@@ -71,6 +71,16 @@ def test_silence_constants_and_large_floats_are_not_usual() -> None:
     assert not usual["random at 8"]
 
 
+def test_noise_as_sound_is_as_loud_as_speech_and_full_scale_is_not_usual() -> None:
+    found = {each.name: each for each in fed([X], {"x": replace(OPEN, sound=True)})}
+    levels = {name: np.std(each.feeds["x"].astype(float)) for name, each in found.items()}
+    assert levels["random"] == pytest.approx(0.05, rel=0.2)
+    assert max(levels[name] for name, each in found.items() if each.usual) < 0.15
+    assert levels["square at 1"] > 0.9
+    loud = {"square at 1", "tone at 1", "random at 8"}
+    assert {name for name in ("pink at 1", *loud) if not found[name].usual} == loud
+
+
 def test_only_sound_is_nearly_silent() -> None:
     names = [each.name for each in fed([X], {"x": OPEN})]
     assert not any("0.001" in name or "0.0001" in name for name in names)
