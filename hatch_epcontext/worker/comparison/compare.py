@@ -72,14 +72,13 @@ def compare_runs(
     ``emulated``: the levels in its number format: once two runs are compared, and one of chosen ones is as
     near as these, the others are not run. ``report`` gets the sample before each run.
     """
-    result, compared, is_chosen = Comparison(), list[Agreement](), runs is not None
-    is_enough, taken = False, set[Side]()
+    result, compared, taken = Comparison(), list[Agreement](), set[Side]()
+    has_own_runs, is_enough = runs is not None, False
     if runs is None:
         runs = [run for run in reference.runs if run.on_target]
     for run in runs:
         new = sides(run, reference.facts.deciders) - taken
-        is_compared = is_enough and len(result.samples) > 1
-        if not new and (_is_known(run, result) if run.far else is_compared):
+        if not new and _adds_nothing(run, result, is_enough=is_enough):
             continue
         taken |= new
         result = replace(result, samples=(*result.samples, run.name))
@@ -105,14 +104,23 @@ def compare_runs(
             result = replace(result, levels=(*result.levels, level))
             gap = _gap(level, emulated, run)
             agreeing = [replace(a, gap=gap) if a is level.nearest else a for a in agreeing]
-            is_other = is_chosen and run is not reference.runs[0]
-            # The others are nearer, and simulators are slow.
-            is_enough |= is_other and _is_as_emulated(level, emulated, runs)
+            if has_own_runs and run is not reference.runs[0]:
+                # The others are nearer, and simulators are slow.
+                is_enough |= _is_as_emulated(level, emulated, runs)
         compared += agreeing
         if to_beat is not None and not nearness_of(compared).is_worth(to_beat):
             result = replace(result, beaten=True)
             break
     return replace(result, agreements=worst_agreements(compared))
+
+
+def _adds_nothing(run: ReferenceRun, result: Comparison, *, is_enough: bool) -> bool:
+    """Whether ``run``, which takes no new branch, may be left out after those of ``result``; ``is_enough``:
+    one of these is as near as its emulation.
+    """
+    if run.far:
+        return _is_known(run, result)
+    return is_enough and len(result.samples) > 1
 
 
 def _counts(run: ReferenceRun, emulated: Levels | None) -> bool:
