@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -102,7 +103,9 @@ def write_tests(folder: Path, operators: Sequence[str]) -> dict[str, str]:
 
     folder.mkdir(parents=True, exist_ok=True)
     names = {}
-    for case in collect_testcases(None):
+    with mock.patch("onnx.reference.ops.op_pool_common.pool", _empty_pool):
+        cases = collect_testcases(None)
+    for case in cases:
         model, data = case.model, case.data_sets
         if model is None or not data:
             continue
@@ -124,6 +127,19 @@ def write_tests(folder: Path, operators: Sequence[str]) -> dict[str, str]:
         np.savez(folder / f"{name}.npz", allow_pickle=False, **inputs)
         names[name] = operator
     return dict(sorted(names.items()))
+
+
+def _empty_pool(
+    padded: np.ndarray[Any, Any],
+    shape: Sequence[int],
+    kernel: object,
+    strides: object,
+    sizes: Sequence[int],
+    *_: object,
+    **__: object,
+) -> np.ndarray[Any, Any]:
+    """A result of ONNX, of which only the shape is read: computing those of pools takes four seconds."""
+    return np.zeros([*shape[:2], *sizes], padded.dtype)
 
 
 def _operator(model: onnx.ModelProto) -> str:

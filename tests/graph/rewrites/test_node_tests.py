@@ -19,7 +19,7 @@ from hatch_epcontext.worker.ort_values import value_types
 from tests.conftest import newer_runtime
 from tests.graph.rewrites.equal import session
 
-# Making all of ONNX's tests takes eight seconds.
+# Making all of ONNX's tests takes two seconds.
 pytestmark = [pytest.mark.slow, newer_runtime]
 
 _COUNTS = """
