@@ -230,31 +230,28 @@ def test_openvino_compiles_again_what_does_not_fit_any_more(
 
 
 @needs_qnn
-@pytest.mark.parametrize(
-    ("file", "how", "verify", "reason"),
-    [
+def test_a_damaged_context_of_this_machine_is_compiled_again(
+    broken: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    jit(broken)
+    (folder,) = kept(broken)
+    for file, how, verify, reason in (
         ("a_ctx_qnn.bin", "truncated", False, "bytes, and"),
         ("a_ctx_qnn.bin", "altered", False, "INVALID_GRAPH"),
         ("a_ctx_qnn.bin", "altered", True, "its sha256 differs"),
         ("a_ctx.onnx", "missing", False, "is missing"),
         ("files.json", "truncated", False, "line 1"),
-    ],
-)
-def test_a_damaged_context_of_this_machine_is_compiled_again(
-    broken: Any, caplog: pytest.LogCaptureFixture, file: str, how: str, verify: bool, reason: str
-) -> None:
-    jit(broken)
-    (folder,) = kept(broken)
-    damage(folder / file, how)
-    caplog.clear()
-    assert broken.target_of(jit(broken, verify=verify)) == "npu"
-    (message,) = (each for each in caplog.messages if "cannot be opened any more" in each)
-    assert reason in message
-    assert caplog.text.count("is compiled for npu") == 1
-    assert kept(broken) == [folder]
-    caplog.clear()
-    jit(broken, verify=True)
-    assert "is compiled" not in caplog.text
+    ):
+        damage(folder / file, how)
+        caplog.clear()
+        assert broken.target_of(jit(broken, verify=verify)) == "npu"
+        (message,) = (each for each in caplog.messages if "cannot be opened any more" in each)
+        assert reason in message
+        assert caplog.text.count("is compiled for npu") == 1
+        assert kept(broken) == [folder]
+        caplog.clear()
+        jit(broken, verify=True)
+        assert "is compiled" not in caplog.text
 
 
 @needs_qnn
@@ -422,9 +419,19 @@ def test_accidents_and_refusals_are_remembered(
     assert "(compiled again from " in again
     assert compilers.started == started != []
     wait_for(lambda: not any(map(is_running, started)))
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 8 * 24 * 3600)
+
+
+@needs_qnn
+def test_what_has_failed_is_compiled_again_after_a_week(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = compilers("os._exit(3)")
+    assert "the compiler ended with exit code 3" in explained(app)
     compilers.write("compile_really(self, file)")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 6 * 24 * 3600)
+    assert "(compiled again from " in explained(app)
+    monkeypatch.setattr(time, "time", lambda: now + 8 * 24 * 3600)
     assert app.target_of(jit(app)) == "npu"
     assert left(app) == ["", ".lock"]
 
