@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -64,6 +65,16 @@ def failure(root: Path, capsys: pytest.CaptureFixture[str], version: str = "stan
     assert captured.out == ""
     assert "Traceback" not in captured.err
     return captured.err
+
+
+def test_at_its_end_a_build_looks_for_no_garbage_in_what_it_has_imported() -> None:
+    # What is registered first is called last.
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); "
+        "import hatch_epcontext.project_build"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert int(done.stdout) > 10_000
 
 
 def test_the_environment_sets_the_path_of_the_report(
