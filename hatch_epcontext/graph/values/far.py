@@ -17,7 +17,7 @@ from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Numbers, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Far, InFloats, Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import DEVIATIONS, looks_like_image, looks_like_sound
-from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms
+from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms, ends
 
 _SMALL = 1000.0
 """Integers of both signs up to this one are small."""
@@ -276,16 +276,42 @@ class UsesOfInputs:
     def _add_centers(self, node: onnx.NodeProto) -> None:
         for operand, other in ((0, 1), (1, 0)):
             value = self._terms.scope.constant(node.input[other])
+            terms = (
+                () if node.op_type in operators.COMPARES else [*self._numbers(node.input[operand])]
+            )
+            if terms and (summands := [*self._summands(node.input[other])]):
+                for term in terms:
+                    uses, beside = self.of[term.input], max(summands) / abs(term.scale)
+                    uses.beside = max(uses.beside, beside)
             if value is not None and 0 < value.size <= _MAX_CENTERS and value.dtype.kind in "iuf":
                 numbers = -value.astype(np.float64) if node.op_type == "Add" else value
                 compared, unit = node.op_type in operators.COMPARES, _unit_of(value)
                 rounded = compared and value.dtype.kind == "f"
-                for term in () if compared else self._numbers(node.input[operand]):
-                    uses, beside = self.of[term.input], np.abs(numbers).max() / abs(term.scale)
-                    uses.beside = max(uses.beside, float(beside))
                 center = Center(numbers, self._deviation(node), unit, compared, rounded)
                 if not self._is_kept(node.output[0]):
                     self._add_center(node.input[operand], center)
+
+    def _summands(self, name: str) -> Iterator[float]:
+        """The sizes of the constants of which ``name`` is a sum, also with other values."""
+        scope, seen, waiting = self._terms.scope, set[str](), [(name, 1.0)]
+        while waiting:
+            name, factor = waiting.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            maker = scope.maker(name)
+            if limits := ends(name, scope):
+                yield max(map(abs, limits)) * factor
+            elif maker is not None and maker.op_type in operators.MOVES:
+                waiting.append((maker.input[0], factor))
+            elif maker is not None and maker.op_type in ("Add", "Sub"):
+                waiting += ((operand, factor) for operand in maker.input)
+            elif maker is not None and maker.op_type in ("Div", "Mul"):
+                scales = ends(maker.input[1], scope)
+                if len(scales) == 1 and scales[0]:
+                    scale = abs(scales[0])
+                    by = 1 / scale if maker.op_type == "Div" else scale
+                    waiting.append((maker.input[0], factor * by))
 
     def _is_kept(self, name: str) -> bool:
         """Whether all that reads a value needs it away from 0, so that a constant in it is a pole."""

@@ -547,6 +547,18 @@ def test_constants_are_beside_what_they_are_added_to() -> None:
     assert {range_.least for range_ in found.values()} == {0.0}
 
 
+def test_constants_that_reach_a_value_with_others_are_beside_it_too() -> None:
+    # The centre of a picture, as for a letterbox; its layers may be many.
+    layers = " ".join(f"a{i + 1} = Add (a{i}, a{i})" for i in range(1200))
+    text = f"""(float[4] x, float[1] size) => (float[4] y, float[1] z)
+        <float side = {{640}}, float two = {{2}}> {{
+        g = Sqrt (size) d = Sub (side, g) p = Div (d, two) y = Sub (x, p)
+        a0 = Exp (size) {layers} z = Add (size, a1200) }}"""
+    found = all_of(text)
+    assert found["x"].least == 320 / 200
+    assert found["size"].least == 0
+
+
 @pytest.mark.parametrize(
     ("types", "nodes", "expected"),
     [
