@@ -61,11 +61,12 @@ class TensorFacts:
 class Far:
     """Values that the type and the graph allow, and that ordinary samples do not have.
 
-    Integers from ``low`` to ``high``, both included, of all magnitudes; floats from ``low`` to ``high``; or
-    numbers around ``centers``, which have the ``shape`` of a constant, with the standard deviations
-    ``spreads``, as multiples of ``unit`` if that is not 0. Each number is around any of several ``centers``
-    without a shape. ``is_offset``: whether the center is an offset of which only the size beside the spread
-    counts; such numbers are between ``low`` and ``high``, unless both are 0.
+    Integers from ``low`` to ``high``, both included, of all magnitudes; where ``low`` is above 0 numbers near
+    ``high``, of which others are compared only up to ``low``; or numbers around ``centers``, which have the
+    ``shape`` of a constant, with the standard deviations ``spreads``, as multiples of ``unit`` if that is not
+    0. Each number is around any of several ``centers`` without a shape. ``is_offset``: whether the center is
+    an offset of which only the size beside the spread counts; such numbers are between ``low`` and ``high``,
+    unless both are 0.
     """
 
     low: float = 0.0

@@ -49,6 +49,9 @@ _LIMIT, _MIN_SAMPLES = 1e12, 2
 two: one cannot show that an output changes."""
 
 
+_ASCENDING = replace(RANDOM, signal="sorted", picture="sorted")
+"""Beside larger numbers: the end of a span is behind its start, so that its size is not clipped to 0."""
+
 T = TypeVar("T")
 
 
@@ -189,7 +192,15 @@ def _far(
     whole = {name: values for name, values in values_of.items() if ranges[name].whole}
     others = {name: values for name, values in values_of.items() if name not in whole}
     sizes = {name: [far for far in others[name] if not far.centers] for name in others}
-    groups = [*_together(whole), *_together(sizes)]
+    decided = [*_together(_deciding(whole, ranges))]
+    groups = [
+        *_together(whole),
+        # In turn with each value that decides which branch runs.
+        *(
+            {**group, **([{}, *decided][number % (len(decided) + 1)])}
+            for number, group in enumerate(_together(sizes))
+        ),
+    ]
     equal: dict[Far, dict[str, Far]] = {}
     for name, far in ((name, far) for name, values in others.items() for far in values):
         if far.centers:
@@ -204,12 +215,22 @@ def _far(
     ]
     for number, group in enumerate((*groups, *separate)):
         rng = generator(MANY + number)
-        (feeds,) = _frames(RANDOM, inputs, ranges, rng, states, 1)
+        is_larger = any(not far.centers and far.low > 0 for far in group.values())
+        (feeds,) = _frames(_ASCENDING if is_larger else RANDOM, inputs, ranges, rng, states, 1)
         by_name = {tensor.name: tensor for tensor in inputs}
         feeds = {**feeds, **{n: far_values(by_name[n], far, rng) for n, far in group.items()}}
         values = {name: group[name] for name in by_name if name in group}
         name = f"other values of {', '.join(values)}"
         yield Sample(name, (feeds,), "far", usual=False, far=values)
+
+
+def _deciding(
+    values_of: Mapping[str, Sequence[Far]], ranges: Mapping[str, Range]
+) -> dict[str, Sequence[Far]]:
+    """Those of single numbers that are compared."""
+    return {
+        name: values for name, values in values_of.items() if ranges[name].low == ranges[name].high
+    }
 
 
 def _together(values_of: Mapping[str, Sequence[Far]]) -> Iterator[dict[str, Far]]:

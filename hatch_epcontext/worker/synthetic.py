@@ -185,8 +185,8 @@ def far_values(facts: TensorFacts, far: Far, rng: np.random.Generator) -> Array:
         if far.low < far.high:
             numbers = np.clip(numbers, far.low, far.high)
         return np.asarray(numbers if _is_real(facts) else np.rint(numbers)).astype(dtype)
-    if _is_real(facts) or far.low > 0:
-        return rng.uniform(far.low, far.high, shape).astype(dtype)
+    if far.low > 0:
+        return rng.uniform(0.75 * far.high, far.high, shape).astype(dtype)
     # As many small ones as large ones.
     sizes = np.exp(rng.uniform(0, np.log1p(max(-far.low, far.high)), shape)) - 1
     signs = rng.choice((-1.0, 1.0), shape) if far.low < 0 else np.ones(shape)

@@ -252,6 +252,20 @@ def test_larger_floats_of_all_inputs_are_in_one_sample() -> None:
     assert all(array.min() >= 16 and array.max() <= 32 for array in far[0].feeds.values())
 
 
+def test_larger_numbers_take_each_branch_and_are_beside_spans_that_have_a_size() -> None:
+    ranges = {
+        "x": replace(OPEN, far=(Far(8, 32), Far(32, 128))),
+        "z": OPEN,
+        "i": Range(7, 7, True, whole=True, loose=True, far=(Far(centers=(8.0,), spreads=(0.0,)),)),
+    }
+    columns = [X, replace(X, name="z"), replace(I, shape=(1,))]
+    larger = [each for each in fed(columns, ranges) if each.is_larger]
+    assert [[*each.far] for each in larger] == [["x"], ["x", "i"]]
+    assert [each.feeds["i"].item() for each in larger] == [7, 8]
+    for sample in larger:
+        assert (np.diff(sample.feeds["z"].ravel()) >= 0).all()
+
+
 def test_no_value_is_so_near_a_threshold_that_rounding_moves_it_over() -> None:
     edges = (-1.0, 0.0, 0.1, 0.10003)
     open_, known = replace(OPEN, thresholds=edges), Range(0, 1, True, thresholds=edges)

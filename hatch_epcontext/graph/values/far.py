@@ -78,6 +78,9 @@ _BESIDE_OFFSETS, _OF_WHOLE = (1 / 1000, 1 / 4000), (1 / 3000,)
 means of their squares from the second one on.
 """
 
+_OF_SQUARES = 1 / 50
+"""The deviation, relative to values, below which the mean of squares less the square of the mean is lost."""
+
 _SIZES = tuple(2.0**exponent for exponent in range(5, 16, 2))
 """The sizes of floats whose powers matter: from 32 to that of int16."""
 
@@ -471,10 +474,15 @@ def _offsets(facts: TensorFacts, range_: Range, known: Iterable[Range]) -> Itera
 
 def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
     """The sizes of floats whose powers matter, each with differences that are smaller than itself."""
-    most = uses.size
-    if math.isinf(most):
-        most = _BRIGHTEST if looks_like_image(facts) else _WIDEST
-    yield from (Far(0.75 * size, size) for size in _SIZES if size / 2 <= most)
+    most = _WIDEST if math.isinf(uses.size) else uses.size
+    if looks_like_image(facts):
+        most = min(most, _BRIGHTEST)
+        if math.isinf(uses.size):
+            # A bright area without much structure.
+            spread = _OF_SQUARES * _BRIGHTEST
+            center = _BRIGHTEST - 4 * spread
+            yield Far(0.0, _BRIGHTEST, (center,), (spread,), is_offset=True)
+    yield from (Far(size / 4, size) for size in _SIZES if size / 2 <= most)
 
 
 def _counted_on(ordinary: Range, uses: Uses, most: float) -> Iterator[Far]:
@@ -513,6 +521,7 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
     if lowest < 0 and not offset:
         yield Far(-min(_SMALL, largest), min(_SMALL, largest))
     yield from _around(facts, ordinary, uses)
+    yield from (far for far in _larger(facts, uses) if ordinary.high < far.high / 2)
     if uses.turns:
         yield from _counted_on(ordinary, uses, largest)
     elif largest > _SMALL and not offset:

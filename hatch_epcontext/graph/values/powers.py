@@ -9,6 +9,7 @@ small, whatever the size of the inputs.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -24,6 +25,9 @@ _MAX_TERMS = 8
 """The most terms of one value that are followed."""
 
 _MAX_DEGREE = 4
+
+_COUNTED = 2.0**15
+"""The size of counts and amounts of which a quotient is taken."""
 
 _SCALED = 100.0
 """The size from which a factor is for large inputs: smaller ones are those of means."""
@@ -87,28 +91,40 @@ class Powers:
     degrees: Mapping[str, float]
 
 
-def powers_of(main: onnx.GraphProto, names: Iterable[str], scope: Scope) -> Powers:
-    """Return what the inputs ``names`` of ``main`` are by their powers; ``scope``: of its values."""
-    powers = _Powers(scope, names)
-    for node in main.node:
-        try:
-            powers.add(node)
-        except INVALID:
-            continue
+def powers_of(
+    main: onnx.GraphProto, names: Iterable[str], scope: Scope, whole: frozenset[str] = frozenset()
+) -> Powers:
+    """Return what the inputs ``names`` of ``main`` are by their powers; ``scope``: of its values.
+
+    ``whole``: those that are integers, such as sizes of pictures: what is multiplied by them is a share.
+    """
+    powers = _Powers(scope, names, whole)
+    powers.follow(main)
     return Powers(powers.sizes, powers.amounts, powers.levels, powers.degrees)
 
 
 class _Powers:
-    def __init__(self, scope: Scope, names: Iterable[str]) -> None:
+    def __init__(self, scope: Scope, names: Iterable[str], whole: frozenset[str]) -> None:
         self.sizes: dict[str, float] = {}
+        self._whole = whole
         self._scope = scope
         self.amounts: set[str] = set()
         self.levels: set[str] = set()
         self.degrees: dict[str, float] = {}
         self._sums = {name: _Sum((_Term(frozenset({name}), 1.0),), rising=True) for name in names}
 
-    def add(self, node: onnx.NodeProto) -> None:
-        """Follow the values through ``node``."""
+    def follow(self, body: onnx.GraphProto) -> None:
+        """Follow the values through ``body`` and the branches in it."""
+        for node in body.node:
+            for inner in graph.inner_graphs(node) if node.op_type == "If" else ():
+                self.follow(inner)
+                for value, name in zip(inner.output, node.output, strict=False):
+                    if value.name in self._sums:
+                        self._sums[name] = self._sums[value.name]
+            with contextlib.suppress(*INVALID):
+                self._add(node)
+
+    def _add(self, node: onnx.NodeProto) -> None:
         rule = _RULES.get(node.op_type) if node.domain in graph.STANDARD else None
         if rule is None or not any(name in self._sums for name in node.input):
             return
@@ -150,7 +166,7 @@ class _Powers:
             one.weighted or other.weighted,
             is_added and one.rising and other.rising,
         )
-        if total.power and joined and not is_floor:
+        if total.power and joined and not (is_floor or total.weighted):
             self._note(total)
         return total
 
@@ -164,8 +180,8 @@ class _Powers:
                     ratio = low.factor / high.factor
                     self._reach(high.inputs, ratio ** (1 / (high.degree - low.degree)))
 
-    def _reach(self, names: Iterable[str], size: float) -> None:
-        for name in names:
+    def _reach(self, names: frozenset[str], size: float) -> None:
+        for name in self._whole.intersection(names) or names:
             self.sizes[name] = max(size, self.sizes.get(name, 0.0))
 
     def divide(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
@@ -174,19 +190,23 @@ class _Powers:
             inverse = (replace(term, factor=1 / term.factor) for term in other.terms)
             return self._scaled(one.times(replace(other, terms=tuple(inverse))))
         self._rise(other)
+        if one.weighted or other.weighted:
+            return None
         is_share = one.degrees == other.degrees and len(one.degrees) == 1
-        if is_share and (one.power or other.power) and not (one.weighted or other.weighted):
+        if is_share and (one.power or other.power):
             # What is divided by its own norm may have any.
             self._reach(one.inputs & other.inputs, math.inf)
             self._undo(one)
             self._undo(other)
+        elif one.rising and other.rising and max(one.degrees) == max(other.degrees) == 1:
+            self._reach(one.inputs | other.inputs, _COUNTED)
         return None
 
     def _undo(self, value: _Sum) -> None:
         """Note the inputs of a power ``value`` of which something small is made."""
         degree = max(value.degrees, default=0.0)
         if degree >= 2 and value.power and not value.weighted and len(value.degrees) == 1:
-            for name in value.inputs:
+            for name in self._whole & value.inputs or value.inputs:
                 self.degrees[name] = max(degree, self.degrees.get(name, 0.0))
 
     def _rise(self, value: _Sum) -> None:
@@ -204,7 +224,7 @@ class _Powers:
         for term in product.terms if product.power and not product.weighted else ():
             if term.degree >= 2 and len(product.terms) == 1:
                 size = term.factor ** (-1 / term.degree)
-                self._reach(term.inputs if size >= _SCALED else (), size)
+                self._reach(term.inputs if size >= _SCALED else frozenset(), size)
         return product
 
     def power(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
@@ -282,7 +302,7 @@ _Rule = Callable[[_Powers, onnx.NodeProto, Sequence[_Sum]], "_Sum | None"]
 
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(
-        operators.MOVES | operators.EXTREMES | {"Cast", "Clip", "CumSum"},
+        operators.MOVES | operators.EXTREMES | {"Cast", "Clip"},
         lambda powers, node, operands: operands[0],
     ),
     **dict.fromkeys(operators.MEANS | {"ReduceSum"}, _Powers.reduce),
@@ -290,6 +310,8 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("Concat", "Max", "Min"), _Powers.join),
     **dict.fromkeys(("MatMul", "Gemm", "Conv"), _Powers.combine),
     **dict.fromkeys(("Abs", "Relu"), _Powers.size_of),
+    # Differences of running sums are small.
+    "CumSum": lambda powers, node, operands: replace(operands[0], power=True),
     "Div": _Powers.divide,
     "Log": _Powers.logarithm,
     "Mul": _Powers.multiply,

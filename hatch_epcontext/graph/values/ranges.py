@@ -51,14 +51,14 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
     tensors = [facts for facts in inputs if _is_number(facts)]
     of_inputs, uses = _bounds(main, tensors)
     ranges = {facts.name: _range(facts, of_inputs[facts.name], tensors) for facts in tensors}
-    floats = [
-        facts
+    open_inputs = {
+        facts.name: facts
         for facts in tensors
-        if not (range_ := ranges[facts.name]).known
-        and (range_.is_open or any(bound.kind == "divisor" for bound in of_inputs[facts.name]))
-    ]
-    powers = powers_of(main, [facts.name for facts in floats], uses.scope)
-    for facts in floats:
+        if not (range_ := ranges[facts.name]).known and range_.usual is None
+    }
+    whole = frozenset(name for name in open_inputs if ranges[name].whole)
+    powers = powers_of(main, open_inputs, uses.scope, whole)
+    for facts in open_inputs.values():
         is_sound = facts.name in powers.levels and looks_like_sound(facts)
         degree = powers.degrees.get(facts.name, 0.0)
         of_root = FULL_SCALE if is_sound else math.inf if degree else 0.0

@@ -18,6 +18,8 @@ from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.external import read_data
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, short_name
 from hatch_epcontext.graph.number_format import NumberFormat
+from hatch_epcontext.graph.rewrites.branches import if_as_where
+from hatch_epcontext.graph.rewriting import apply
 from hatch_epcontext.graph.rounding import emulate as round_values
 from hatch_epcontext.graph.rounding import hidden_faults, rounded, widen, with_thresholds
 from hatch_epcontext.graph.scope import Scope, Types
@@ -61,6 +63,8 @@ class FormattedModel:
         widen(prepared)
         graph.name_nodes(prepared.graph)
         types = value_types(prepared, path)
+        # Rounding does not look into branches.
+        apply(prepared, [if_as_where], None, types, kept=skipped)
         return FormattedModel(prepared, types, format_, skipped, integer_bits)
 
     @cached_property

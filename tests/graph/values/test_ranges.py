@@ -410,7 +410,7 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
         ),
         (
             "(float[1, 32, 4] x) => (float[] y) { m = ReduceMean <axes = [1]> (x) y = Sub (x, m) }",
-            [(1000, 1)],
+            [(1000, 1), (1000, 0.25)],
         ),
         # Features.
         (

@@ -136,6 +136,20 @@ def test_a_sensitive_model_runs_samples_of_each_nature_on_the_target(tmp_path: P
     assert len({each.nature for each in ran}) == 4
 
 
+def test_branches_are_rounded_too(tmp_path: Path) -> None:
+    made = parsed(
+        """(float[1, 8] x, int64 kind) => (float[1, 8] y) <int64 k = {7}> { c = Equal (kind, k)
+            y = If (c) <
+                then_branch = t () => (float[1, 8] u) { u = Abs (x) },
+                else_branch = e () => (float[1, 8] v) {
+                    q = Mul (x, x) s = ReduceSum <keepdims = 1> (q) v = Div (q, s) }> }"""
+    )
+    _, levels = emulated(made, tmp_path)
+    larger = [(level.run.far, level.margin < 0) for level in levels if level.run.is_larger]
+    assert {wrong for far, wrong in larger if "kind" in far} == {True}
+    assert {wrong for far, wrong in larger if "kind" not in far} == {False}
+
+
 def test_what_no_emulation_shows_is_run_on_the_target(tmp_path: Path) -> None:
     made = parsed(
         """(float[1, 16] x) => (float[1, 8] y) {
