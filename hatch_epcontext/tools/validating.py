@@ -343,19 +343,24 @@ def _run_moved(
             return _Ran(validation)
         timing = None
         if not (validation.differs or validation.simulated):
-            timed = TimeOpeningRequest(
-                str(moved / name),
-                target,
-                compiled=True,
-                from_buffer=False,
-                model=to_run,
-                inputs=facts.inputs,
-                ranges={},
-                runs=RUNS,
-            )
-            timing = workers.call(timed, staging / "timing", location=location)
+            to_time = _to_time(moved / name, target, to_run, facts)
+            timing = workers.call(to_time, staging / "timing", location=location)
         compatibility = facts.compatibility.get(provider.ep, "")
         return _Ran(validation, device.run(target, compatibility, validation, timing))
+
+
+def _to_time(path: Path, target: Target, model: Model, facts: InspectReply) -> TimeOpeningRequest:
+    """The request to time how the artifact at ``path`` opens and runs."""
+    return TimeOpeningRequest(
+        str(path),
+        target,
+        compiled=True,
+        from_buffer=False,
+        model=model,
+        inputs=facts.inputs,
+        ranges={},
+        runs=RUNS,
+    )
 
 
 def _copy(artifact: _Artifact, moved: Path) -> str:
