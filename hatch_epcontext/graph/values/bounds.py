@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph.dtypes import is_float
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.linear import INVALID, ends
 
@@ -220,6 +221,13 @@ def _quantize(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
         yield Bound(0, (info.min - middle) * factor, (info.max - middle) * factor, "clip")
 
 
+def _remainder(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """Floats, such as angles; integers may be identifiers."""
+    dtype, turn = scope.dtype(node.input[0]), ends(node.input[1], scope)
+    if dtype is not None and is_float(dtype) and len(turn) == 1:
+        yield Bound(0, 0, turn[0], "turn")
+
+
 def _counted(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
     """Integers of which positions are made: those of a mask."""
     dtype = scope.dtype(node.input[0])
@@ -268,6 +276,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("Expand", "Tile"), _fixed(Bound(1, 1, _MAX_CHANGED, usual=1))),
     **dict.fromkeys(("Sin", "Cos"), _fixed(Bound(0, -math.pi, 2 * math.pi, "turn"))),
     "ConstantOfShape": _fixed(Bound(0, 1, _MAX_CHANGED, usual=1)),
+    "Mod": _remainder,
     "Loop": _fixed(Bound(0, 1, _MAX_CHANGED, usual=_MAX_CHANGED)),
     # The limits of a detector's results.
     "NonMaxSuppression": _all(_length(2, 1), _fixed(Bound(3, 0, 1), Bound(4, 0, 1))),

@@ -190,6 +190,14 @@ def test_floats_have_the_range_that_is_clipped_or_quantized() -> None:
     assert found == {"a": Range(-1, 6, known=True), "b": Range(-50, 77.5, known=True)}
 
 
+def test_floats_of_which_a_remainder_is_taken_are_within_a_turn() -> None:
+    head = "(float[4] x, float[4] z) => (float[4] y) <float n = {360}, float half = {180}>"
+    found = ranges(f"{head} {{ d = Sub (x, z) a = Add (d, half) y = Mod <fmod = 1> (a, n) }}")
+    assert found == dict.fromkeys(("x", "z"), Range(-90, 90, known=True))
+    found = ranges("(int64[4] x) => (int64[4] y) <int64 n = {360}> { y = Mod (x, n) }")
+    assert found["x"].high == 255
+
+
 def test_what_is_subtracted_from_clipped_values_is_not_negative() -> None:
     found = ranges(
         """(float[4] c, float[4] s) => (float[4] y) <float low = {0}, float high = {640}> {
