@@ -436,7 +436,7 @@ def test_an_artifact_is_taken_from_the_cache_whatever_is_installed(
 ) -> None:
     (first,) = run(CPU).built
     monkeypatch.setattr(requirements, "installed", lambda name: version if name in ONNX else None)
-    monkeypatch.setattr(steps_module.Steps, "compile", None)
+    monkeypatch.setattr(steps_module.Steps, "attempt", None)
     environ = {"HATCH_EPCONTEXT_FROM_CACHE": which}
     (built,) = run(CPU, environ).built
     assert built.cached
