@@ -101,6 +101,7 @@ class Range:
     floats that nothing bounds may be negative. ``gain``: the largest factor by which integers are multiplied.
     ``least``: the level below which such floats are lost in the arithmetic, relative to their usual one.
     ``shifted``: the factor by which values are multiplied of which only differences count; 0 for others.
+    ``squared``: whether differences of their squares count.
     """
 
     low: float
@@ -118,6 +119,7 @@ class Range:
     gain: float = 1.0
     least: float = 0.0
     shifted: float = 0.0
+    squared: bool = False
 
     @property
     def is_firm(self) -> bool:

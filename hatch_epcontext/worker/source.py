@@ -104,7 +104,8 @@ def ranges_of_app(ranges: Mapping[str, Range], model: Model) -> dict[str, Range]
 
 def _of_app(known: Range, low: float, high: float) -> Range:
     usual = known.usual if known.usual is not None and low <= known.usual <= high else None
-    return Range(low, high, True, usual, known.whole, shifted=known.shifted)
+    shifted, squared = known.shifted, known.squared
+    return Range(low, high, True, usual, known.whole, shifted=shifted, squared=squared)
 
 
 def check_ranges(inputs: Iterable[TensorFacts], model: Model) -> None:

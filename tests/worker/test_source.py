@@ -175,6 +175,20 @@ def test_ranges_of_the_app_have_neighbours_and_inputs_that_differ_by_little() ->
         assert 0.5 < both.std() / (37 * share) < 1.5
 
 
+def test_ranges_of_the_app_have_values_whose_squares_differ_by_little() -> None:
+    made = parsed(
+        """(float[1, 64] x) => (float[1, 1] y) { q = Mul (x, x) m = ReduceMean <axes = [1]> (q)
+            a = ReduceMean <axes = [1]> (x) p = Mul (a, a) y = Sub (m, p) }"""
+    )
+    settings = spec(validate=ValidateTable(ranges={"x": (0, 255)}))
+    inputs = [graph.facts(value) for value in graph.inputs(made.graph)]
+    ranges = ranges_for(typed_graph(made, settings), inputs, settings)
+    (near,) = (sample for sample in samples_of(inputs, settings, ranges) if sample.has_offset)
+    x = near.feeds["x"]
+    assert 200 < x.min() < x.max() <= 255
+    assert x.std() < 10
+
+
 @pytest.mark.parametrize(
     ("ranges", "kind"),
     [

@@ -440,35 +440,40 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
 
 
 def with_offsets(ranges: Mapping[str, Range], inputs: Iterable[TensorFacts]) -> dict[str, Range]:
-    """``ranges`` of the ``inputs``: those of which only differences count also have values that are near each
-    other beside an offset, which is the same where ranges overlap.
+    """``ranges`` of the ``inputs``: those of which only differences count, or differences of squares, also
+    have values that are near each other beside an offset, which is the same where ranges overlap.
     """
-    known = [range_ for range_ in ranges.values() if range_.shifted and range_.known]
+    counted = {name: r for name, r in ranges.items() if r.shifted or r.squared}
+    known = [range_ for range_ in counted.values() if range_.known]
     return dict(ranges) | {
         facts.name: replace(range_, far=(*range_.far, *_offsets(facts, range_, known)))
         for facts in inputs
-        if facts.name in ranges
-        and (range_ := ranges[facts.name]).shifted
-        and (range_.low >= 0 or not looks_like_sound(facts))
+        if (range_ := counted.get(facts.name)) and (range_.low >= 0 or not looks_like_sound(facts))
     }
 
 
 def _offsets(facts: TensorFacts, range_: Range, known: Iterable[Range]) -> Iterator[Far]:
     low = high = 0.0
-    offset = _OF_INTEGERS if range_.whole else _OFFSET / range_.shifted
     if range_.known:
         low, high = range_.low, range_.high
         for other in known:
             common = max(low, other.low), min(high, other.high)
             low, high = common if common[0] < common[1] else (low, high)
+    elif looks_like_image(facts):
+        high = _BRIGHTEST
+    shares: tuple[float, ...] = (_OF_SQUARES,) if range_.squared and low < high else ()
+    if range_.shifted:
+        shares += _OF_WHOLE if range_.whole else _BESIDE_OFFSETS
+    offset = _OF_INTEGERS if range_.whole else _OFFSET / (range_.shifted or 1.0)
+    if low < high:
         offset = high if high >= -low else low
     elif range_.whole and dtype_bounds(facts)[1] <= offset:
         return
-    for share in _OF_WHOLE if range_.whole else _BESIDE_OFFSETS:
+    for share in shares:
         spread = abs(share * offset)
         if spread >= 1 or not range_.whole:
             # Inside of the range.
-            center = offset - math.copysign(4 * spread, offset) if range_.known else offset
+            center = offset - math.copysign(4 * spread, offset) if low < high else offset
             yield Far(low, high, (center,), (spread,), is_offset=True)
 
 
@@ -477,11 +482,6 @@ def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
     most = _WIDEST if math.isinf(uses.size) else uses.size
     if looks_like_image(facts):
         most = min(most, _BRIGHTEST)
-        if math.isinf(uses.size):
-            # A bright area without much structure.
-            spread = _OF_SQUARES * _BRIGHTEST
-            center = _BRIGHTEST - 4 * spread
-            yield Far(0.0, _BRIGHTEST, (center,), (spread,), is_offset=True)
     yield from (Far(size / 4, size) for size in _SIZES if size / 2 <= most)
 
 
@@ -549,6 +549,7 @@ def _around(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[Far]:
             continue
         is_far = farthest > ordinary.high and farthest < _LARGE
         if not is_far or not _fits(facts, center.values.shape):
+            yield from _within(facts, center.values) if is_far else ()
             continue
         deviation = center.deviation
         if deviation is not None and _fits(
@@ -565,6 +566,19 @@ def _around(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[Far]:
         yield _near(center.values, wide)
         if np.unique(center.values).size <= _MAX_COORDINATES:
             yield _near(center.values, narrow, unit)
+
+
+def _within(facts: TensorFacts, places: Numbers) -> Iterator[Far]:
+    """Values between the rows of a table, all of which are subtracted from each."""
+    sizes = (*(1 for _ in range(places.ndim - len(facts.sizes))), *facts.sizes[-places.ndim :])
+    axes = tuple(
+        axis for axis, size in enumerate(sizes[: places.ndim]) if size == 1 < places.shape[axis]
+    )
+    center, spread = (measure(places, axis=axes, keepdims=True) for measure in (np.mean, np.std))
+    shape = center.shape[max(center.ndim - len(facts.sizes), 0) :]
+    center, spread = center.reshape(shape), spread.reshape(shape)
+    if _fits(facts, shape) and spread.any():
+        yield _near(center, spread)
 
 
 def _near(center: Numbers, spread: Numbers, unit: float = 0.0) -> Far:

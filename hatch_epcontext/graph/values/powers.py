@@ -82,13 +82,15 @@ class Powers:
     """The ``sizes`` up to which powers of inputs matter, infinite if no size is more usual than another, and
     the ``amounts``: inputs of which a logarithm or a root is taken, or by which something is divided, so that
     none is negative. ``levels``: of which the mean of squares is taken, as of sound. ``degrees``: the largest
-    of inputs of whose powers a root, a logarithm or a quotient is taken.
+    of inputs of whose powers a root, a logarithm or a quotient is taken. ``differences``: inputs of which
+    powers of one degree are subtracted from each other.
     """
 
     sizes: Mapping[str, float]
     amounts: Set[str]
     levels: Set[str]
     degrees: Mapping[str, float]
+    differences: Set[str]
 
 
 def powers_of(
@@ -100,7 +102,7 @@ def powers_of(
     """
     powers = _Powers(scope, names, whole)
     powers.follow(main)
-    return Powers(powers.sizes, powers.amounts, powers.levels, powers.degrees)
+    return Powers(powers.sizes, powers.amounts, powers.levels, powers.degrees, powers.differences)
 
 
 class _Powers:
@@ -110,6 +112,7 @@ class _Powers:
         self._scope = scope
         self.amounts: set[str] = set()
         self.levels: set[str] = set()
+        self.differences: set[str] = set()
         self.degrees: dict[str, float] = {}
         self._sums = {name: _Sum((_Term(frozenset({name}), 1.0),), rising=True) for name in names}
 
@@ -174,6 +177,7 @@ class _Powers:
         """Note the size at which the terms of ``total`` are as large as each other."""
         if len(total.degrees) == 1:
             self._reach(total.inputs, math.inf)
+            self.differences |= total.inputs
         for high in total.terms:
             for low in total.terms:
                 if high.degree >= 2 and low.degree < high.degree:

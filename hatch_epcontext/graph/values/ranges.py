@@ -64,8 +64,11 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
         of_root = FULL_SCALE if is_sound else math.inf if degree else 0.0
         uses.of[facts.name].size = powers.sizes.get(facts.name, of_root)
         uses.of[facts.name].degree = degree
-        signed = facts.name not in powers.amounts
-        ranges[facts.name] = replace(ranges[facts.name], signed=signed)
+        ranges[facts.name] = replace(
+            ranges[facts.name],
+            signed=facts.name not in powers.amounts,
+            squared=facts.name in powers.differences,
+        )
     return {
         facts.name: with_far(facts, ranges[facts.name], uses.of[facts.name]) for facts in tensors
     }

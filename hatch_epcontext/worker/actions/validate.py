@@ -25,7 +25,12 @@ from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.advice import Explained, Subject, explain, problems_of, warning
-from hatch_epcontext.worker.comparison.compare import Comparison, Difference, compare_runs
+from hatch_epcontext.worker.comparison.compare import (
+    Comparison,
+    Difference,
+    compare_runs,
+    concluded,
+)
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect, nearest
 from hatch_epcontext.worker.comparison.emulation import FormattedModel, conditioned, emulate
@@ -141,6 +146,8 @@ def _compare(
     runs = _chosen_runs(request, expected, divergence, emulated)
     report = partial(announce, f"running {subject.what}")
     compared = compare_runs(session, expected, tolerance, runs, emulated, request.to_beat, report)
+    if emulated:
+        compared = concluded(compared, expected, emulated)
     validation = replace(
         validation,
         agreements=compared.agreements,

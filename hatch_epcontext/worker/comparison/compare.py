@@ -11,7 +11,7 @@ import onnxruntime as ort
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.levels import Level, Levels
 from hatch_epcontext.worker.comparison.measures import SENSITIVE, worst_agreements
-from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, Side, sides
+from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, Side, sides, tells
 from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement, AgreementStatus, Nearness
 
 
@@ -129,6 +129,21 @@ def _counts(run: ReferenceRun, emulated: Levels | None) -> bool:
     """
     is_wrong = emulated is not None and emulated.of(run).margin >= SENSITIVE
     return run.usual or (is_wrong and not run.far)
+
+
+def concluded(compared: Comparison, reference: Reference, emulated: Levels) -> Comparison:
+    """``compared``; outputs that agree are inconclusive if they are the same in all runs that are right."""
+    right = [*(level.run for level in emulated if not level.run.far), *compared.agreed]
+    reason = "it changes only for inputs that are rounded too coarsely"
+    agreements = (
+        replace(agreement, status=AgreementStatus.INCONCLUSIVE, reason=reason)
+        if agreement.status is AgreementStatus.AGREES
+        and not tells(agreement.output, right)
+        and tells(agreement.output, reference.runs)
+        else agreement
+        for agreement in compared.agreements
+    )
+    return replace(compared, agreements=tuple(agreements))
 
 
 def _is_known(run: ReferenceRun, result: Comparison) -> bool:

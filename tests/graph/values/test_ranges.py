@@ -42,6 +42,7 @@ def ranges_of(model: onnx.ModelProto) -> dict[str, Range]:
             signed=True,
             least=0.0,
             shifted=0.0,
+            squared=False,
         )
         for name, each in found.items()
     }
@@ -463,6 +464,12 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
             [(-37.5, 4.6875), (-37.5, 0.5)],
         ),
         ("(float[3] x) => (float[3] y) <float k = {0.5}> { y = Sub (x, k) }", []),
+        # Places of a table, from each of which it is away by something else.
+        (
+            """(float[1, 2] x) => (float[3, 2] y) <float[3, 2] k = {52, 13, 53, 13, 54, 16}>
+            { y = Sub (x, k) }""",
+            [(53, np.sqrt(2 / 3))],
+        ),
         # A mean and a deviation, as of a table's column.
         (
             """(float[3] x) => (float[3] y) <float[3] m = {1013, 20, 50}, float[3] s = {8, 9, 15}>

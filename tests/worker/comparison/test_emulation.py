@@ -13,14 +13,14 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.graph.number_format import FLOAT16, Fault, NumberFormat
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import compare_runs
+from hatch_epcontext.worker.comparison.compare import Comparison, compare_runs, concluded
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect
 from hatch_epcontext.worker.comparison.emulation import FormattedModel, conditioned, emulate
 from hatch_epcontext.worker.comparison.levels import Levels, choose
-from hatch_epcontext.worker.comparison.runs import ReferenceRun
+from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from hatch_epcontext.worker.reference import reference
-from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement, Emulation
+from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement, AgreementStatus, Emulation
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import parsed, save
 from tests.worker.actions.test_compile import MODEL
@@ -134,6 +134,22 @@ def test_a_sensitive_model_runs_samples_of_each_nature_on_the_target(tmp_path: P
     ran = chosen(parsed(SATURATING), tmp_path)
     assert ran[0].name == "random"
     assert len({each.nature for each in ran}) == 4
+
+
+def test_what_changes_only_where_the_target_is_wrong_is_inconclusive(tmp_path: Path) -> None:
+    made = parsed("(float[1, 8] x) => (float[1, 8] y) { y = Relu (x) }")
+    _, levels = emulated(made, tmp_path)
+    constant = Levels(level for level in levels if not level.run.outputs[0]["y"].any())
+    expected = Reference(tuple(level.run for level in levels), Facts())
+    compared = Comparison((Agreement("y", 0.0, 1.0),), agreed=(constant[0].run,))
+    (agreement,) = concluded(compared, expected, constant).agreements
+    assert agreement.status is AgreementStatus.INCONCLUSIVE
+    assert concluded(compared, expected, levels) == compared
+    right = replace(compared, agreed=(*compared.agreed, levels[0].run))
+    assert concluded(right, expected, constant) == right
+    # It is the same for all inputs.
+    alike = Reference(tuple(level.run for level in constant), Facts())
+    assert concluded(compared, alike, constant) == compared
 
 
 def test_branches_are_rounded_too(tmp_path: Path) -> None:
