@@ -453,14 +453,12 @@ def with_offsets(ranges: Mapping[str, Range], inputs: Iterable[TensorFacts]) -> 
 
 
 def _offsets(facts: TensorFacts, range_: Range, known: Iterable[Range]) -> Iterator[Far]:
-    low = high = 0.0
-    if range_.known:
-        low, high = range_.low, range_.high
-        for other in known:
-            common = max(low, other.low), min(high, other.high)
-            low, high = common if common[0] < common[1] else (low, high)
-    elif looks_like_image(facts):
-        high = _BRIGHTEST
+    low, high = (range_.low, range_.high) if range_.known else (-math.inf, math.inf)
+    for other in (other for other in known if other.whole == range_.whole):
+        common = max(low, other.low), min(high, other.high)
+        low, high = common if common[0] < common[1] else (low, high)
+    if math.isinf(high):
+        low, high = 0.0, _BRIGHTEST if looks_like_image(facts) else 0.0
     shares: tuple[float, ...] = (_OF_SQUARES,) if range_.squared and low < high else ()
     if range_.shifted:
         shares += _OF_WHOLE if range_.whole else _BESIDE_OFFSETS

@@ -645,6 +645,11 @@ def test_offsets_are_common_to_the_ranges_of_inputs_and_within_them() -> None:
     for far in offsets:
         assert far.is_offset
         assert 0.9 * far.high < far.centers[0] < far.high
+    # Something within limits, and what nothing bounds.
+    text = """(float[4] x, float[4] z) => (y, v)
+        { d = Sub (x, z) y = Clip (d, low, high) v = Clip (x, low, high) }"""
+    found = all_of(text, low=np.float32(-3), high=np.float32(3))
+    assert spans(found["x"]) == spans(found["z"]) == [(1.494, 0.0015), (1.4985, 0.000375)]
 
 
 def test_pictures_and_sound_have_no_offset() -> None:
