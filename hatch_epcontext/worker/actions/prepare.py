@@ -80,12 +80,8 @@ def handle(request: PrepareRequest) -> Prepared:
     outputs_path = write_reference(expected, folder / "reference.bin") if expected else None
     precision = f"dequantized ({count(undone, 'operator')})" if undone else None
     if request.quantize is not None:
-        # Imported here: few builds need it, and importing it takes long.
-        from hatch_epcontext.worker.quantize import write_quantized
-
-        quantized = own / f"{model.name}.quantized.onnx"
-        done = precision = write_quantized(result, quantized, request)
-        result, simplified = quantized, None
+        result, precision = _quantize(result, own, request)
+        done, simplified = precision, None
     if expected is not None and (simplified is not None or done is not None):
         _compare(simplified, result, expected, request, done, form)
     prepared = load_named(result)
@@ -109,6 +105,15 @@ def handle(request: PrepareRequest) -> Prepared:
         unrolls=unrolls(prepared),
         quantized=static_format(prepared),
     )
+
+
+def _quantize(path: Path, own: Path, request: PrepareRequest) -> tuple[Path, str]:
+    """``path`` with integers, in the folder ``own``, and how it is quantized."""
+    # Imported here: few builds need it, and importing it takes long.
+    from hatch_epcontext.worker.quantize import write_quantized
+
+    quantized = own / f"{request.model.name}.quantized.onnx"
+    return quantized, write_quantized(path, quantized, request)
 
 
 def _dequantize(integers: Path, own: Path, request: PrepareRequest) -> tuple[Path, Path, int]:

@@ -54,6 +54,7 @@ from hatch_epcontext.worker.results import (
     Agreement,
     AgreementStatus,
     Emulation,
+    InputValues,
     Nearness,
     Validated,
     Validation,
@@ -152,21 +153,8 @@ def _compare(
         validation,
         agreements=compared.agreements,
         samples=compared.samples,
-        warnings=tuple(
-            warning(
-                difference,
-                describe_values(difference.run, compared.agreed),
-                _first_wrong(difference, divergence, emulated),
-            )
-            for difference in compared.unusual
-        ),
-        inputs=with_arithmetic(
-            compared_values(compared.agreed, expected.facts.states),
-            request.context.inputs,
-            expected.facts.ranges,
-            request.target.provider,
-            _format(request),
-        ),
+        warnings=_warnings(compared, divergence, emulated),
+        inputs=_inputs(request, compared, expected),
         integers=expected.facts.integers,
     )
     if not compared.beaten and divergence:
@@ -189,6 +177,33 @@ def _compare(
         runs=compared.runs,
         beaten=compared.beaten,
         unusual=_unusual(compared, emulated),
+    )
+
+
+def _warnings(
+    compared: Comparison, divergence: Divergence | None, emulated: Levels | None
+) -> tuple[str, ...]:
+    """Of each difference in an unusual sample."""
+    return tuple(
+        warning(
+            difference,
+            describe_values(difference.run, compared.agreed),
+            _first_wrong(difference, divergence, emulated),
+        )
+        for difference in compared.unusual
+    )
+
+
+def _inputs(
+    request: ValidateRequest, compared: Comparison, expected: Reference
+) -> tuple[InputValues, ...]:
+    """What of each input was compared, and where the EP's arithmetic ends."""
+    return with_arithmetic(
+        compared_values(compared.agreed, expected.facts.states),
+        request.context.inputs,
+        expected.facts.ranges,
+        request.target.provider,
+        _format(request),
     )
 
 
