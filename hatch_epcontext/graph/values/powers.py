@@ -81,9 +81,10 @@ class _Sum:
 class Powers:
     """The ``sizes`` up to which powers of inputs matter, infinite if no size is more usual than another, and
     the ``amounts``: inputs of which a logarithm or a root is taken, or by which something is divided, so that
-    none is negative. ``levels``: of which the mean of squares is taken, as of sound. ``degrees``: the largest
-    of inputs of whose powers a root, a logarithm or a quotient is taken. ``differences``: inputs of which
-    powers of one degree are subtracted from each other.
+    none is negative. ``levels``: of which the mean of squares is taken, as of sound. ``degrees``: the
+    largest of inputs of whose powers a quotient is taken; 0 for those of a root or a logarithm, which
+    rewrites compute for small ones. ``differences``: inputs of which powers of one degree are subtracted
+    from each other.
     """
 
     sizes: Mapping[str, float]
@@ -200,18 +201,18 @@ class _Powers:
         if is_share and (one.power or other.power):
             # What is divided by its own norm may have any.
             self._reach(one.inputs & other.inputs, math.inf)
-            self._undo(one)
-            self._undo(other)
+            self._undo(one, is_share=True)
+            self._undo(other, is_share=True)
         elif one.rising and other.rising and max(one.degrees) == max(other.degrees) == 1:
             self._reach(one.inputs | other.inputs, _COUNTED)
         return None
 
-    def _undo(self, value: _Sum) -> None:
+    def _undo(self, value: _Sum, *, is_share: bool = False) -> None:
         """Note the inputs of a power ``value`` of which something small is made."""
         degree = max(value.degrees, default=0.0)
         if degree >= 2 and value.power and not value.weighted and len(value.degrees) == 1:
             for name in self._whole & value.inputs or value.inputs:
-                self.degrees[name] = max(degree, self.degrees.get(name, 0.0))
+                self.degrees[name] = max(degree * is_share, self.degrees.get(name, 0.0))
 
     def _rise(self, value: _Sum) -> None:
         """Note inputs that are not negative, because ``value`` is not: a product, but for squares."""

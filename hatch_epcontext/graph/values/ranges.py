@@ -61,7 +61,7 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
     for facts in open_inputs.values():
         is_sound = facts.name in powers.levels and looks_like_sound(facts)
         degree = powers.degrees.get(facts.name, 0.0)
-        of_root = FULL_SCALE if is_sound else math.inf if degree else 0.0
+        of_root = FULL_SCALE if is_sound else math.inf if facts.name in powers.degrees else 0.0
         uses.of[facts.name].size = powers.sizes.get(facts.name, of_root)
         uses.of[facts.name].degree = degree
         ranges[facts.name] = replace(
