@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -223,8 +223,7 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     the level of sound: ``Log(ReduceMean(x²) + number)``.
     """
     if factors := _different_factors(node.input[0], scope):
-        logarithms = (builder.add("Log", builder.add("Abs", factor)) for factor in factors)
-        return [builder.add("Add", *logarithms)]
+        return [_of_factors("Log", "Add", factors, builder)]
     if level := _root_of_level(node.input[0], scope, builder):
         return [builder.add("Mul", builder.add("Log", level), builder.number(2))]
     return _log_of_squares(node, scope, builder)
@@ -298,9 +297,17 @@ def _root(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     if node.op_type == "ReduceL2":
         return _scaled_root(node, node.input[0], 0.0, scope, builder)
     if factors := _different_factors(node.input[0], scope):
-        return [builder.add("Mul", *(builder.add("Sqrt", builder.add("Abs", f)) for f in factors))]
+        return [_of_factors("Sqrt", "Mul", factors, builder)]
     value, number = _beside_number(node.input[0], "Add", scope) or (node.input[0], 0.0)
     return _root_of_squares(value, number, scope, builder)
+
+
+def _of_factors(operator: str, join: str, factors: Sequence[str], builder: Builder) -> str:
+    """The root or the logarithm of a product, of the size of each factor and of the sign."""
+    sign = builder.add("Mul", *(builder.add("Sign", factor) for factor in factors))
+    sizes = (builder.add("Abs", factor) for factor in factors)
+    result = builder.add(join, *(builder.add(operator, size) for size in sizes))
+    return builder.add(join, result, builder.add(operator, sign))
 
 
 def _root_of_level(value: str, scope: Scope, builder: Builder) -> str | None:
@@ -416,12 +423,12 @@ def _factors(name: str, scope: Scope) -> tuple[str, str] | None:
 
 
 def _different_factors(name: str, scope: Scope) -> tuple[str, str] | None:
-    """Two different values whose product is ``name``; no constants, and no roots, which are small already."""
+    """Two different values whose product is ``name``; no constants, nor what is small: roots and signs."""
     factors = _factors(name, scope)
     if factors is None or len({*factors}) == 1:
         return None
     makers = (scope.maker(factor) for factor in factors)
-    are_small = any(maker is not None and maker.op_type == "Sqrt" for maker in makers)
+    are_small = any(maker is not None and maker.op_type in ("Sqrt", "Sign") for maker in makers)
     is_stored = any(scope.constant(factor) is not None for factor in factors)
     return None if are_small or is_stored else factors
 
