@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from hatch_epcontext.graph.facts import Far, InFloats, Range, TensorFacts
@@ -165,16 +166,20 @@ def test_values_that_an_ep_refuses_are_a_warning(tmp_path: Path) -> None:
     assert text.startswith("'i' from -6 to 1 may give wrong answers: of 'y', the EP fails (")
 
 
-def test_the_smallest_floats_that_differ_are_named(tmp_path: Path) -> None:
-    made = parsed(
+def variance() -> onnx.ModelProto:
+    """The mean of squares less the square of the mean."""
+    return parsed(
         """(float[1, 64] x) => (float[1, 1] y) {
             q = Mul (x, x) m = ReduceMean <axes = [1]> (q)
             a = ReduceMean <axes = [1]> (x) p = Mul (a, a)
             y = Sub (m, p) }"""
     )
-    _, expected = referred(made, tmp_path)
+
+
+def test_the_smallest_floats_that_differ_are_named(tmp_path: Path) -> None:
+    _, expected = referred(variance(), tmp_path)
     larger = [each for each in expected.runs if each.is_larger]
-    session = open_session(save(clipped(made, 40), tmp_path / "changed.onnx"), cpu_options())
+    session = open_session(save(clipped(variance(), 40), tmp_path / "changed.onnx"), cpu_options())
     found = compare_runs(session, expected, HALF, [expected.runs[0], *larger])
     (difference,) = found.unusual
     assert describe_values(difference.run, found.agreed) == "'x' above 32, such as 128,"

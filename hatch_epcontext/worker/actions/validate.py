@@ -227,8 +227,12 @@ def _chosen_runs(
         return None
     deciders, is_optimistic = expected.facts.deciders, divergence.model.optimistic is not None
     runs = choose(emulated, deciders, is_optimistic=is_optimistic, is_brief=request.is_brief)
-    # The worst one first says soonest that a result is beaten.
-    return sorted(runs, key=lambda run: emulated.of(run).margin) if request.to_beat else runs
+    if request.to_beat is None:
+        return runs
+    # The worst one first says soonest that a result is beaten, but one far from the ordinary never does.
+    return sorted(
+        runs, key=lambda run: (bool(run.far), 0.0 if run.far else emulated.of(run).margin)
+    )
 
 
 def _judge(

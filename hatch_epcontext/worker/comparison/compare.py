@@ -68,7 +68,8 @@ def compare_runs(
 ) -> Comparison:
     """Run ``session`` on ``runs`` of the ``reference``, by default on those for a target.
 
-    It ends with the first difference that counts, or once it is not worth more than ``to_beat``.
+    It ends with the first difference that counts, or once it is not worth more than ``to_beat``. Of larger
+    floats ``runs`` has the smallest first, and of those beside an offset the largest differences.
     ``emulated``: the levels in its number format: once two runs are compared, and one of chosen ones is as
     near as these, the others are not run. ``report`` gets the sample before each run.
     """
@@ -147,8 +148,8 @@ def concluded(compared: Comparison, reference: Reference, emulated: Levels) -> C
 
 
 def _is_known(run: ReferenceRun, result: Comparison) -> bool:
-    """Whether smaller floats than those of ``run`` differ already, or ones with larger differences beside
-    an offset.
+    """Whether smaller floats than those of ``run`` differ already, or larger differences beside an offset:
+    such runs come first.
     """
     others = [difference.run for difference in result.unusual]
     return (run.is_larger and any(other.is_larger for other in others)) or (

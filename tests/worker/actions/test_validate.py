@@ -26,6 +26,7 @@ from tests.conftest import needs_qnn
 from tests.models import interrupted, network, parsed, save, with_weights_left_over
 from tests.worker.actions.test_compile import MODEL, X_ELITE, compile_request, run_compile, target
 from tests.worker.comparison.test_emulation import detector
+from tests.worker.test_covered import variance
 
 HALF = Tolerance(20, 0.99)
 
@@ -122,6 +123,17 @@ def test_an_artifact_is_run_only_as_long_as_it_may_be_nearer_than_another(
     assert validated.beaten == (samples < 3)
     assert validated.runs == samples
     assert validated.validation.margin < 70
+
+
+@needs_qnn
+def test_the_smallest_floats_that_differ_are_named_whatever_is_to_be_beaten(tmp_path: Path) -> None:
+    request = built(variance(), "qnn", tmp_path)
+    source = prepare.handle(PrepareRequest(request.model, "none", str(tmp_path), compare=True))
+    request = dataclasses.replace(request, reference=source.reference, prepared=source.path)
+    (warning,) = validate.handle(request).validation.warnings
+    assert warning.startswith("'x' above 32, such as 128, may")
+    request = dataclasses.replace(request, to_beat=Nearness(-100))
+    assert validate.handle(request).validation.warnings == (warning,)
 
 
 @needs_qnn
