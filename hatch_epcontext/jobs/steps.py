@@ -426,7 +426,10 @@ def _stop(step: Literal["prepare", "change", "compile"], error: BuildError, reci
 def _stop_of_compile(
     error: BuildError, recipe: Recipe, prepared: Sequence[Prepared], options: Sequence[str]
 ) -> Stop:
-    """The same for compiling the ``prepared`` models with additional ``options``."""
+    """Why ``recipe`` stopped when the ``prepared`` models were compiled, with additional ``options``.
+
+    It has the nodes that the EP names if there is one model. Raises ``error`` as `_stop` does.
+    """
     changes = (name for model in prepared for name in (*options, *model.preparation.rewrites))
     named = tuple(problem.nodes for problem in error.problems if problem.nodes)
     return replace(
