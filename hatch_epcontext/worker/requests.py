@@ -133,12 +133,12 @@ class PrepareRequest(WorkerRequest[Prepared], action="prepare", fills="folder"):
 class RewriteRequest(WorkerRequest[Prepared], action="rewrite", fills="folder"):
     """Rewrite the model ``before``, which was made of ``model``, for an EP.
 
-    ``nodes``: the names of those to change, which the EP does not compile; None for all. What a rewrite adds
-    may be changed too. The result is simplified with ``simplify``, and compared with the source on the CPU
-    if ``before`` has a reference. ``folder`` exists and is empty. ``tolerance``: how far it may differ if
-    its numbers were changed before. With an ``unroll_limit`` loops and layers of known length are unrolled
-    instead, up to that many nodes. With ``corrections``, the ids of rewrites for accuracy, only these are
-    applied. ``faults``: those that the EP needs in any number format. With ``leaves`` the ``nodes``
+    ``nodes``: the names of those to change, which the EP does not compile, or computes wrong; None for all.
+    What a rewrite adds may be changed too. The result is simplified with ``simplify``, and compared with the
+    source on the CPU if ``before`` has a reference. ``folder`` exists and is empty. ``tolerance``: how far it
+    may differ if its numbers were changed before. With an ``unroll_limit`` loops and layers of known length
+    are unrolled instead, up to that many nodes. With ``corrections``, the ids of rewrites for accuracy, only
+    these are applied. ``faults``: those that the EP needs in any number format. With ``leaves`` the ``nodes``
     become such that the EP leaves them to the CPU.
     """
 

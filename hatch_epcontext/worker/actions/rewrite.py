@@ -59,17 +59,16 @@ _MAX_ROUNDS = 8
 
 
 def handle(request: RewriteRequest) -> Prepared:
-    """Write the request's model, rewritten or unrolled, into its folder.
+    """Write the request's model into its folder, with nodes rewritten, unrolled, or left to the CPU.
 
     A change after which the model cannot be run, or gives other results than the source, is left out.
     """
-    what = "rewriting" if request.unroll_limit is None else "unrolling"
-    announce(f"{what} what the EP does not compile, or computes wrong")
+    announce("changing what the EP does not compile, or computes wrong")
     rewriting = _Rewriting.begin(request)
     candidates = rewriting.candidates()
-    # All at once, or else one after the other: those that change results are left out.
     best, applied = replace(request.before, changed=False), tuple[Rewrite, ...]()
     declined, dropped = dict[Declined, None](), list[str]()
+    # All at once, or else one after the other: those that change results are left out.
     with contextlib.suppress(Exception):
         return rewriting.rewrite(candidates)
     for rewrite in candidates:
