@@ -128,7 +128,7 @@ def _reported() -> Iterator[_Build]:
     terminal = Terminal(_print, partial(_print, file=sys.stderr))
     build = _Build(Path.cwd(), terminal)
     # The one that called the wrapped back end prints it.
-    build.refuse_itself()
+    build.reject_itself()
     try:
         with terminated_as_error():
             yield build
@@ -213,7 +213,7 @@ class _Build(ProjectBuild):
             )
         return name
 
-    def refuse_itself(self) -> None:
+    def reject_itself(self) -> None:
         """Raise ConfigError if the wrapped back end of this project calls this one."""
         if os.environ.get(_VARIABLE) == str(self.root):
             raise ConfigError(self._itself())

@@ -189,9 +189,9 @@ class ProjectBuild:
         ``output``: the folder by which Python imports it.
         """
         from hatch_epcontext.package.bundle import bundle
-        from hatch_epcontext.package.folder import publish, refuse_others
+        from hatch_epcontext.package.folder import publish, reject_others
 
-        refuse_others(folder, edited=True)
+        reject_others(folder, edited=True)
         staging, companions = self.temp_dir(), self._companions(config, project, output)
         if config.editable == "compile":
             result = self.compile(config.of_wheel(), project, staging)

@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.boards import (
     describe_run,
     report_files,
 )
-from hatch_epcontext.serialize import from_plain, refuse_constant, value_sha256
+from hatch_epcontext.serialize import from_plain, reject_constant, value_sha256
 from hatch_epcontext.text import count, printable, show_size
 
 _KEY = Key() / "validated-on"
@@ -76,7 +76,7 @@ def _read(file: Path) -> BoardReport:
 
 def _parse(raw: bytes) -> BoardReport:
     """The report in ``raw``; raises ValueError for anything else."""
-    content = json.loads(raw, parse_constant=refuse_constant)
+    content = json.loads(raw, parse_constant=reject_constant)
     if not isinstance(content, dict) or not {"format", "entries"} <= content.keys():
         raise ValueError("it is no report of epcontext validate")
     if content["format"] != REPORT_FORMAT:

@@ -165,7 +165,7 @@ def owned_paths(output: PurePosixPath, folder: Path) -> frozenset[str]:
     return frozenset(str(output / name) for name in names)
 
 
-def refuse_others(folder: Path, *, edited: bool) -> None:
+def reject_others(folder: Path, *, edited: bool) -> None:
     """Raise OutputError if ``folder`` has files that its manifest does not name, or is no package.
 
     With ``edited`` also if a file is not as the manifest says: git ignores the folder of an editable install,
@@ -193,9 +193,9 @@ def refuse_others(folder: Path, *, edited: bool) -> None:
 def publish(bundle: Bundle, sources: Iterable[Source], folder: Path, *, edited: bool) -> None:
     """Make ``folder`` the package of ``bundle``, made of ``sources``, as a whole, or leave it as it is.
 
-    Raises as `refuse_others`; OSError; and ModelError if a source has changed.
+    Raises as `reject_others`; OSError; and ModelError if a source has changed.
     """
-    refuse_others(folder, edited=edited)
+    reject_others(folder, edited=edited)
     # Real copies: the bundle only links files of the cache and of the project.
     files = {name: bundle.folder / name for name in bundle.files}
     replace_files(folder, files, _files(folder), lambda _: check_unchanged(sources))

@@ -18,7 +18,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import Report, make_report
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, check_environment
 from hatch_epcontext.package.bundle import bundle, import_name_in_tree, modules
-from hatch_epcontext.package.folder import publish, refuse_others
+from hatch_epcontext.package.folder import publish, reject_others
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, find
 from hatch_epcontext.system import check_folder, writing
 from hatch_epcontext.text import show, suggestion
@@ -88,16 +88,16 @@ def compile_models(config: Config, output: Path, run: Run, *, overwrite: bool) -
         # QNN and OpenVINO name a sidecar after the context model.
         stems = (glob.escape(Path(result).stem) for result in results)
         sidecars = (path for stem in stems for path in sorted(folder.glob(f"{stem}[._]*.bin")))
-        _refuse_existing(dict.fromkeys((*(folder / (name or r) for r in results), *sidecars)))
+        _reject_existing(dict.fromkeys((*(folder / (name or r) for r in results), *sidecars)))
     with temp_dir() as staging:
         result = run(planned, staging)
         files = _destinations(result.built, name)
         written = tuple(folder / name for name in files)
         replaced = {path.resolve() for path in written}
-        _refuse_sources(result, replaced.__contains__)
+        _reject_sources(result, replaced.__contains__)
         if not overwrite:
             # An EP may choose another name.
-            _refuse_existing(written)
+            _reject_existing(written)
         with writing("a result", folder, str(output), OutputError):
             replace_files(folder, files)
     return CompileResult(written, make_report(result))
@@ -119,7 +119,7 @@ def _destinations(built: Iterable[Built], name: str | None) -> dict[str, Path]:
     return {**sidecars, **models}
 
 
-def _refuse_existing(paths: Iterable[Path]) -> None:
+def _reject_existing(paths: Iterable[Path]) -> None:
     """Raise OutputError if any of ``paths`` exists."""
     hint = "Choose another path, or allow overwriting (on the command line: --overwrite)."
     problems = [
@@ -130,7 +130,7 @@ def _refuse_existing(paths: Iterable[Path]) -> None:
     OutputError.check(problems)
 
 
-def _refuse_sources(result: Result, is_replaced: Callable[[Path], bool]) -> None:
+def _reject_sources(result: Result, is_replaced: Callable[[Path], bool]) -> None:
     """Raise OutputError for the files of source models whose real path ``is_replaced`` by the output."""
     message = "is a file of the source model, which the output would replace."
     problems = [
@@ -163,14 +163,14 @@ def export(
     # A link is kept, and its target replaced.
     target = folder.resolve()
     check_folder(target)
-    refuse_others(folder, edited=False)
+    reject_others(folder, edited=False)
     if not overwrite and folder.exists() and any(folder.iterdir()):
-        _refuse_existing([folder])
+        _reject_existing([folder])
     with temp_dir() as staging:
         result = run(plan(config), staging)
         shipped = modules(import_name_in_tree(target), config.models) if loader else {}
         package = bundle(result, staging, shipped)
-        _refuse_sources(result, lambda file: file.is_relative_to(target))
+        _reject_sources(result, lambda file: file.is_relative_to(target))
         with writing("the model package", target.parent, str(target), OutputError):
             publish(package, result.sources, folder, edited=False)
     return CompileResult(tuple(folder / name for name in package.files), make_report(result))

@@ -10,7 +10,7 @@ import pytest
 from hatch_epcontext.errors import ConfigError, Kind, OutputError
 from hatch_epcontext.files import record_file, record_files
 from hatch_epcontext.jobs.artifact import Result
-from hatch_epcontext.package.folder import owned_paths, project_folder, refuse_others
+from hatch_epcontext.package.folder import owned_paths, project_folder, reject_others
 from tests.package.conftest import opened
 from tests.results import Artifact, configured, install, resulting
 
@@ -118,7 +118,7 @@ def test_a_folder_without_our_manifest_is_not_changed(folder: Path) -> None:
         overwrite(folder, content)
         assert owned_paths(PurePosixPath("my_app/epcontext"), folder) == frozenset()
         with pytest.raises(OutputError, match=r"did not write: manifest\.json and x\."):
-            refuse_others(folder, edited=True)
+            reject_others(folder, edited=True)
 
 
 def test_a_file_outside_the_folder_is_not_removed(result: Result, folder: Path) -> None:
