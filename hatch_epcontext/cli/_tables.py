@@ -28,7 +28,7 @@ from hatch_epcontext.tools.project import Project
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
 
 _MAX_REASON = 120
-"""Characters of the reason why a target refuses a model."""
+"""Characters of the reason why a target fails."""
 
 
 def tables_options(command: Command) -> Command:
@@ -127,7 +127,7 @@ def _describe(model: NewModel) -> str:
     data = model.facts.external_data
     path = f"{model.path}, with its data in {listing(data)}" if data else model.path
     works = f"{path}: works for {listing(model.works)}" if model.outcomes else path
-    return "; ".join(filter(None, (works, model.refusals)))
+    return "; ".join(filter(None, (works, model.failures)))
 
 
 def _try(
@@ -165,9 +165,9 @@ def _try(
             raise stopped
     if pyproject.table is None and not working:
         raise BuildError(*all_problems)
-    for failed in (model for model in finished if not model.works):
-        sizes = f"its sizes are unknown: {'; '.join(failed.questions)}" if failed.questions else ""
-        warn(f"{failed.path} is left out: {sizes or failed.refusals}")
+    for model in (model for model in finished if not model.works):
+        sizes = f"its sizes are unknown: {'; '.join(model.questions)}" if model.questions else ""
+        warn(f"{model.path} is left out: {sizes or model.failures}")
     return working, stopped
 
 

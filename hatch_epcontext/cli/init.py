@@ -53,7 +53,7 @@ def command(
     model. epcontext record shows the sizes that your app feeds.
 
     With --try each model is compiled once for each target. It gets the targets that work, with the reason
-    why others refuse it. The target cpu is added, and a model that no target takes is left out. If you stop
+    why others fail. The target cpu is added, and a model for which no target works is left out. If you stop
     it, the models that were compiled until then are written; run it again for the others.
     """
     pyproject = Pyproject(Path.cwd())

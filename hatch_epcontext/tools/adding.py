@@ -59,7 +59,7 @@ class NewModel:
     """A model to add: its path in the project, with forward slashes, the facts of its file, and suggestions.
 
     ``pinned``: the keys of a model from elsewhere; ``path`` is then its location. ``name`` and ``settings``,
-    other keys: those that the user chose. ``outcomes``: why each target refuses the model, empty if it works.
+    other keys: those that the user chose. ``outcomes``: why each target fails, empty if it works.
     """
 
     path: str
@@ -95,12 +95,12 @@ class NewModel:
 
     @property
     def works(self) -> list[str]:
-        """The targets that compile it."""
+        """The targets that work."""
         return [target for target, reason in self.outcomes.items() if not reason]
 
     @property
-    def refusals(self) -> str:
-        """Why other targets do not, in one line."""
+    def failures(self) -> str:
+        """Why other targets fail, in one line."""
         return "; ".join(f"{target}: {why}" for target, why in self.outcomes.items() if why)
 
     @property
@@ -245,8 +245,8 @@ def add_models(
         for model, table in zip(models, map(parse, tables), strict=True):
             (values,) = table["tool"]["epcontext"]["models"]
             is_path = values.keys() == {"path"}
-            if model.refusals:
-                existing.add_line(comment=model.refusals)
+            if model.failures:
+                existing.add_line(comment=model.failures)
             existing.append(values["path"] if is_path else tomlkit.item(values, _parent=existing))
         tables = []
     result = tomlkit.dumps(document)
@@ -346,8 +346,8 @@ def _model(model: NewModel, name: str | None, *, static: bool) -> str:
         lines.append(f"# {line}" if is_open or (ones and not static) else line)
     if "constants" not in model.settings:
         lines += _constants(model, static=static)
-    if model.refusals:
-        lines += [f"# {model.refusals}", f"targets = {to_toml(model.works)}"]
+    if model.failures:
+        lines += [f"# {model.failures}", f"targets = {to_toml(model.works)}"]
     others = model.settings.keys() - {"dims", "shapes"}
     lines += [f"{key} = {to_toml(model.settings[key])}" for key in sorted(others)]
     return "\n".join(lines) + "\n"
