@@ -64,7 +64,7 @@ def read_source(path: Path, key: Key | None) -> onnx.ModelProto:
 
 
 def data_of(model: onnx.ModelProto, path: Path, key: Key) -> tuple[str, ...]:
-    """The files of the external data of ``model``, as `external_data` returns and refuses them."""
+    """The files of the external data of ``model``; problems of `external_data` get the ``key``."""
     with _at_key(key):
         return external.external_data(model, path)
 

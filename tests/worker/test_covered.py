@@ -150,7 +150,7 @@ def test_values_around_a_constant_are_judged_by_their_own_outputs(tmp_path: Path
     assert agreement.snr < 10
 
 
-def test_values_that_an_ep_refuses_are_a_warning(tmp_path: Path) -> None:
+def test_values_on_which_an_ep_fails_are_a_warning(tmp_path: Path) -> None:
     made = parsed(
         "(float[1, 8] x, int32[1, 8] i) => (float[1, 8] y) { y = GatherElements <axis = 1> (x, i) }"
     )

@@ -186,7 +186,7 @@ def _compare_run(
 def _compared(
     session: ort.InferenceSession, reference: Reference, run: ReferenceRun, limits: Tolerance
 ) -> Iterator[list[Agreement]]:
-    """As `Reference.compare_run`; an EP may refuse values far from the ordinary, which is a difference."""
+    """As `Reference.compare_run`; an EP may fail on values far from the ordinary, which is a difference."""
     try:
         yield from reference.compare_run(session, run, limits)
     except Exception as error:
