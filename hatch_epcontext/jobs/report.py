@@ -241,9 +241,6 @@ def validation_warnings(name: str, validation: Validation) -> Iterator[str]:
         reasons = [emulation.reason]
     real = f". Compare with real ones {where}"
     for reason in dict.fromkeys(reasons):
-        if any(other != reason and other.startswith(reason) for other in reasons):
-            # Another output has this reason too, with the node that is the cause.
-            continue
         hint = real if validation.synthetic else ""
         yield f"{name}: other inputs may give wrong answers: {reason}{hint}"
 

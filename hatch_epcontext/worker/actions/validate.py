@@ -250,8 +250,7 @@ def _judge(
         emulation = Emulation(format_.name, format_.seen)
     else:
         return validation
-    optimistic = divergence.model.optimistic if divergence else None
-    judged = tuple(_judged(item, emulation, optimistic) for item in validation.agreements)
+    judged = tuple(_judged(item, emulation) for item in validation.agreements)
     return replace(validation, agreements=judged, emulation=emulation)
 
 
@@ -284,17 +283,13 @@ def _beaten(request: ValidateRequest, emulated: Levels) -> Emulation | None:
     return Emulation(format_.name, format_.seen, len(emulated), agreement)
 
 
-def _judged(agreement: Agreement, emulation: Emulation, optimistic: str | None) -> Agreement:
+def _judged(agreement: Agreement, emulation: Emulation) -> Agreement:
     """``agreement``, or a sensitive one if other inputs may disagree because of the EP's number format."""
     if agreement.status is not AgreementStatus.AGREES:
         return agreement
     reason = emulation.reason if emulation.seen else None
     if agreement.margin is not None and agreement.margin < SENSITIVE:
         reason = reason or f"it is only {agreement.margin:.0f} dB above its limit"
-        if optimistic:
-            # What is wrong at the same node says more than its error.
-            reason = reason.split(f": {optimistic.partition(',')[0]} ")[0]
-            reason = f"{reason}. Perhaps the cause is {optimistic}"
     if reason is None:
         return agreement
     return replace(agreement, status=AgreementStatus.SENSITIVE, reason=reason)

@@ -26,8 +26,7 @@ def effect(divergence: Divergence, emulated: Levels, levels: Levels) -> Emulatio
     model, reference = divergence.model, divergence.reference
     worst, margin, reason, hurt = levels.worst, levels.margin, None, None
     if margin < SENSITIVE:
-        node = divergence.first(worst.run)
-        reason = f"{_describe(worst, model)}{f': {describe(node)}' if node else ''}"
+        reason = _reason(divergence, worst)
     elif hurt := next(divergence.hurt(levels), None) or _flat(reference, model.format):
         reason = hurt
     elif reference.facts.is_lasting:
@@ -58,7 +57,7 @@ def cause_of(divergence: Divergence, level: Level, margin: float) -> tuple[str, 
     if first := node or culprit:
         return f"The first diverging node: {describe(first)}.", culprit
     text = f"{_describe(level, model)}, so the EP computes an operator wrong"
-    return f"{text}: perhaps {model.optimistic}." if model.optimistic else f"{text}.", None
+    return f"{text}{_perhaps(model.optimistic)}.", None
 
 
 def nearest(worst: Level, margin: float) -> Agreement | None:
@@ -68,6 +67,22 @@ def nearest(worst: Level, margin: float) -> Agreement | None:
     # JSON has no infinity.
     snr, finite = (number if number < math.inf else None for number in (worst.snr, margin))
     return replace(worst.nearest, snr=snr, margin=finite)
+
+
+def _reason(divergence: Divergence, worst: Level) -> str:
+    """Why the model is sensitive: what ``worst`` is, the node that is wrong there, and what else may be."""
+    model, node = divergence.model, divergence.first(worst.run)
+    # The emulation does not have the error of such a node.
+    optimistic = model.optimistic if worst.ran else None
+    # What is wrong at the same node says more than its error.
+    is_repeated = node and optimistic and node.name == optimistic.name
+    where = f": {describe(node)}" if node and not is_repeated else ""
+    return f"{_describe(worst, model)}{where}{_perhaps(optimistic)}"
+
+
+def _perhaps(node: NodeFacts | None) -> str:
+    """The sentence, behind another one, that ``node`` may be the cause; empty without a node."""
+    return f". Perhaps the cause is that {describe(node)}" if node else ""
 
 
 def _describe(level: Level, model: FormattedModel) -> str:

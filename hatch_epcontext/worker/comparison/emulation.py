@@ -16,7 +16,7 @@ import onnxruntime as ort
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.external import read_data
-from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, short_name
+from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, NodeFacts
 from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.graph.rewrites.branches import if_as_where
 from hatch_epcontext.graph.rewriting import apply
@@ -73,13 +73,14 @@ class FormattedModel:
         return Scope.of(self.prepared, self.types)
 
     @cached_property
-    def optimistic(self) -> str | None:
+    def optimistic(self) -> NodeFacts | None:
         """A node that the EP computes less exactly than its format, which the emulation cannot show."""
         for node in self.computed:
             if node.op_type in self.format.inexact:
-                return f"{named(node)}, whose kernel is less exact than {self.format.name}"
+                reason = f"has a kernel that is less exact than {self.format.name}"
+                return NodeFacts(node.name, graph.operator(node), reason)
             if fault := next(hidden_faults(self.format, node, self.scope), None):
-                return f"{named(node)}, which {fault.text}"
+                return NodeFacts(node.name, graph.operator(node), fault.text)
         return None
 
     @property
@@ -161,8 +162,3 @@ def _level(
 ) -> Level:
     agreements = itertools.chain(*reference.compare_run(session, run, limits))
     return Level.of(run, agreements, reference.facts, limits)
-
-
-def named(node: onnx.NodeProto) -> str:
-    """The operator and the name of ``node``, for messages."""
-    return f"{node.op_type} {short_name(node.name or node.output[0])}"

@@ -178,7 +178,7 @@ def test_what_no_emulation_shows_is_run_on_the_target(tmp_path: Path) -> None:
     coarse = replace(FLOAT16, faults=(TABLE,))
     assert len(chosen(made, tmp_path, coarse)) == 4
     divergence, levels = emulated(made, tmp_path, coarse)
-    assert "Sigmoid gate, which is coarse behind Gemm" in cause_of(divergence, levels[0], -5.0)[0]
+    assert "Sigmoid gate is coarse behind Gemm" in cause_of(divergence, levels[0], -5.0)[0]
 
 
 def test_the_target_runs_the_worst_and_the_first_sample_of_a_large_model_or_only_one(
@@ -279,6 +279,26 @@ def test_a_disagreement_is_explained_by_the_emulation(
     difference = compare_runs(session, divergence.reference, QNN, runs, levels).difference
     assert difference is not None
     assert message in cause_of(divergence, levels.of(difference.run), difference.margin)[0]
+
+
+@pytest.mark.parametrize(
+    ("inexact", "ran", "words"),
+    [
+        ("Add", True, "'. Perhaps the cause is that Add a, b has a kernel that is less exact"),
+        ("Mul", True, "not have. Perhaps the cause is that Mul square has a kernel that is less"),
+        ("Add", False, "': Add a, b uses 1e-10, which float16 does not have"),
+    ],
+    ids=["same-node", "other-node", "not-run"],
+)
+def test_a_node_that_the_emulation_cannot_show_may_be_the_cause_on_the_target(
+    tmp_path: Path, inexact: str, ran: bool, words: str
+) -> None:
+    made = parsed(LOG_OF_POWER)
+    made.graph.node[1].name = "a, b"
+    divergence, levels = emulated(made, tmp_path, replace(FLOAT16, inexact=frozenset({inexact})))
+    reason = effect(divergence, levels, Levels(replace(each, ran=ran) for each in levels)).reason
+    assert words in (reason or "")
+    assert ("Perhaps" in (reason or "")) is ran
 
 
 @pytest.mark.parametrize(
