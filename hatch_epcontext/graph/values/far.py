@@ -486,7 +486,7 @@ def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
 def _counted_on(ordinary: Range, uses: Uses, most: float) -> Iterator[Far]:
     """Many turns of an angle, such as days since a start, at ``most``."""
     size = min(uses.turns, most)
-    if size / 2 > ordinary.high:
+    if size / 2 > max(-ordinary.low, ordinary.high):
         yield Far(size / 2, size)
 
 

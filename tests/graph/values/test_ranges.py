@@ -191,6 +191,16 @@ def test_floats_have_the_range_that_is_clipped_or_quantized() -> None:
     assert found == {"a": Range(-1, 6, known=True), "b": Range(-50, 77.5, known=True)}
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_below_zero_and_counts_no_turns_has_no_values_far_from_that(whole: bool) -> None:
+    dtype, offset, floor = ("int64", 90, "Identity") if whole else ("float", 90.0, "Floor")
+    text = f"""({dtype}[4] x) => (float[] y) <{dtype} n = {{{offset}}}>
+        {{ a = Add (x, n) f = {floor} (a) i = Cast <to = 7> (f) y = Gather (table, i) }}"""
+    range_ = all_of(text, table=(50, 3))["x"]
+    assert (range_.low, range_.high) == (-90, -41)
+    assert all(far.low < far.high or far.centers for far in range_.far)
+
+
 def test_floats_of_which_a_remainder_is_taken_are_within_a_turn() -> None:
     head = "(float[4] x, float[4] z) => (float[4] y) <float n = {360}, float half = {180}>"
     found = ranges(f"{head} {{ d = Sub (x, z) a = Add (d, half) y = Mod <fmod = 1> (a, n) }}")
