@@ -136,7 +136,9 @@ class _Powers:
         if None in operands[: _READ.get(node.op_type, 1)]:
             return
         result = rule(self, node, [operand or _Sum(()) for operand in operands])
-        if result is None or len(result.terms) > _MAX_TERMS or max(result.degrees) > _MAX_DEGREE:
+        if result is None or not 0 < len(result.terms) <= _MAX_TERMS:
+            return
+        if max(result.degrees) > _MAX_DEGREE:
             return
         if all(0 < term.factor < math.inf for term in result.terms):
             self._sums.update(dict.fromkeys(node.output, result))
@@ -154,10 +156,9 @@ class _Powers:
     def sum(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         one, other = operands[:2]
         is_added = node.op_type == "Add"
-        is_floor = is_added and one.positive and other.positive
-        joined = (one.inputs and other.inputs) or not is_floor
+        is_positive = is_added and one.positive and other.positive
         # A small number that keeps a square from 0 is no term of its own.
-        kept = (one, other) if joined else [side for side in (one, other) if side.inputs]
+        kept = [side for side in (one, other) if side.inputs or not is_positive]
         strongest: dict[tuple[frozenset[str], float], _Term] = {}
         for term in (term for side in kept for term in side.terms):
             key = (term.inputs, term.degree)
@@ -165,12 +166,12 @@ class _Powers:
             strongest[key] = term if term.factor >= known.factor else known
         total = _Sum(
             tuple(strongest.values()),
-            is_floor,
+            is_positive,
             one.power or other.power,
             one.weighted or other.weighted,
             is_added and one.rising and other.rising,
         )
-        if total.power and joined and not (is_floor or total.weighted):
+        if total.power and not (is_positive or total.weighted):
             self._note(total)
         return total
 
@@ -226,10 +227,10 @@ class _Powers:
 
     def _scaled(self, product: _Sum) -> _Sum:
         """``product``; inputs for which it is 1 have the size that its factor shows, if that is large."""
-        for term in product.terms if product.power and not product.weighted else ():
-            if term.degree >= 2 and len(product.terms) == 1:
-                size = term.factor ** (-1 / term.degree)
-                self._reach(term.inputs if size >= _SCALED else frozenset(), size)
+        if product.power and not product.weighted and len(product.terms) == 1:
+            (term,) = product.terms
+            if term.degree >= 2 and (size := term.factor ** (-1 / term.degree)) >= _SCALED:
+                self._reach(term.inputs, size)
         return product
 
     def power(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
