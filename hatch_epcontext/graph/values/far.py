@@ -543,7 +543,7 @@ def _around(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[Far]:
         if center.compared and sizes.size > 1 and not _fits(facts, center.values.shape):
             # Each value is compared with all of them.
             if farthest < _LARGE:
-                yield Far(centers=tuple(map(float, center.values.ravel())), spreads=(0.0,))
+                yield from _among(center)
             continue
         is_far = farthest > ordinary.high and farthest < _LARGE
         if not is_far or not _fits(facts, center.values.shape):
@@ -564,6 +564,15 @@ def _around(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[Far]:
         yield _near(center.values, wide)
         if np.unique(center.values).size <= _MAX_COORDINATES:
             yield _near(center.values, narrow, unit)
+
+
+def _among(center: Center) -> Iterator[Far]:
+    """The constants themselves; of floats up to the end of the format, and values beyond it."""
+    most = _IN_FLOATS if center.rounded else _LARGE
+    if near := tuple(float(value) for value in center.values.ravel() if value <= most):
+        yield Far(centers=near, spreads=(0.0,))
+    if (highest := float(center.values.max())) > most:
+        yield Far(most, max(highest, 2 * most))
 
 
 def _within(facts: TensorFacts, places: Numbers) -> Iterator[Far]:

@@ -450,6 +450,11 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
             "(int64[1] x) => (bool[3] y) <int64[3] k = {11, 7, 900}> { y = Equal (x, k) }",
             [(-1000, 1000), (11, 0), (1 - 2**31, 2**31 - 1)],
         ),
+        # Prices up to the end of float16, and beyond it.
+        (
+            "(float[1] x) => (bool[3] y) <float[3] k = {100, 50000, 180000}> { y = Less (x, k) }",
+            [(100, 0), (65504, 180000)],
+        ),
         # Unix time: all around the constant.
         (
             "(int64[4] x) => (float[4] y) <int64 k = {1000000000}> { d = Sub (x, k) y = Cast <to = 1> (d) }",
