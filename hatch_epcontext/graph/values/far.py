@@ -327,30 +327,42 @@ class UsesOfInputs:
         )
 
     def _add_difference(self, node: onnx.NodeProto) -> None:
-        """That of an input's own neighbours in a series, of values and their mean, or of two inputs: any
+        """That of two inputs, of values and their mean, or of an input's own neighbours in a series: any
         offset is lost.
         """
         scope, one, other = self._terms.scope, *node.input[:2]
         dtype = scope.dtype(node.output[0])
         if node.op_type != "Sub" or dtype is None or not is_float(dtype):
             return
+        self._add_two_inputs(one, other)
+        root = self._moved(one)
+        if any(scope.shape(name) is None for name in (root, one, other)):
+            return
+        if self._is_own_mean(one, other) or self._are_neighbours(one, other):
+            self.of[root].is_shifted = True
+
+    def _add_two_inputs(self, one: str, other: str) -> None:
         for left, right in itertools.product(self._numbers(one), self._numbers(other)):
             if left.input != right.input and left.scale == right.scale:
                 self.of[left.input].is_shifted = self.of[right.input].is_shifted = True
+
+    def _is_own_mean(self, one: str, other: str) -> bool:
+        """Whether ``other`` is the mean of ``one``, a series."""
+        scope = self._terms.scope
         mean = scope.maker(other)
-        is_mean = mean is not None and mean.op_type == "ReduceMean" and mean.input[0] == one
-        if is_mean and mean is not None:
-            axes, rank = scope.axes(mean) or (), len(scope.sizes(one) or ())
-            # Along the last axis of several rows it normalizes what a layer computes, and along another one
-            # features.
-            channels = (scope.sizes(one) or (1,))[-1] or 1
-            is_mean = rank <= 2 or (rank == 3 and rank - 1 not in axes and channels <= _MAX_SENSORS)
+        if mean is None or mean.op_type != "ReduceMean" or mean.input[0] != one:
+            return False
+        axes, sizes = scope.axes(mean) or (), scope.sizes(one) or ()
+        rank, channels = len(sizes), (sizes or (1,))[-1] or 1
+        # Of several rows it normalizes what a layer computes along the last axis, and features along others.
+        return rank <= 2 or (rank == 3 and rank - 1 not in axes and channels <= _MAX_SENSORS)
+
+    def _are_neighbours(self, one: str, other: str) -> bool:
+        """Whether ``one`` and ``other`` have neighbours in the same series."""
         root = self._moved(one)
-        whole, *parts = (scope.shape(name) for name in (root, one, other))
-        if whole is None or None in parts or not (is_mean or root == self._moved(other)):
-            return
-        if is_mean or all(2 * math.prod(part or ()) > math.prod(whole) for part in parts):
-            self.of[root].is_shifted = True
+        whole, *parts = (math.prod(self._terms.scope.shape(n) or ()) for n in (root, one, other))
+        # Two parts that each have more than half overlap.
+        return root == self._moved(other) and all(2 * part > whole for part in parts)
 
     def _moved(self, name: str) -> str:
         """The value of which ``name`` has values."""
