@@ -204,8 +204,11 @@ class _Powers:
             self._reach(one.inputs & other.inputs, math.inf)
             self._undo(one, is_share=True)
             self._undo(other, is_share=True)
-        elif one.rising and other.rising and max(one.degrees) == max(other.degrees) == 1:
-            self._reach(one.inputs | other.inputs, _COUNTED)
+        elif one.rising and other.rising and max(other.degrees) == 1:
+            # A quotient of counts, or a mean with weights, the sum of which divides that of products.
+            most = 2 if other.inputs <= one.inputs else 1
+            if 1 <= max(one.degrees) <= most:
+                self._reach(one.inputs | other.inputs, _COUNTED)
         return None
 
     def _undo(self, value: _Sum, *, is_share: bool = False) -> None:

@@ -244,6 +244,9 @@ def test_windows_of_running_sums_are_of_all_sizes() -> None:
         ("y = Div (x, z)", 2**15),
         # Smoothed.
         ("a = Add (x, a) b = Add (z, two) y = Div (a, b)", 2**15),
+        # Means with weights.
+        ("p = Mul (x, z) s = ReduceSum (p, last) w = ReduceSum (z, last) y = Div (s, w)", 2**15),
+        ("p = Mul (x, x) s = ReduceSum (p, last) y = Div (s, z)", None),
         # Differences and layers.
         ("d = Sub (x, z) y = Div (d, z)", None),
         ("h = MatMul (x, weights) y = Div (h, z)", None),
