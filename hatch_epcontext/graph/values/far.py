@@ -47,7 +47,7 @@ _MAX_SENSORS = 8
 """The most values at one time of a series: more are features."""
 
 _MAX_COORDINATES = 3
-"""The most different numbers of one place: more are the means of features, which vary."""
+"""The most different numbers of one position: more are the means of features, which vary."""
 
 _DIGITS = 5
 """The units of the last digit of a constant within which values around it are."""
@@ -465,26 +465,40 @@ def with_offsets(ranges: Mapping[str, Range], inputs: Iterable[TensorFacts]) -> 
 
 
 def _offsets(facts: TensorFacts, range_: Range, known: Iterable[Range]) -> Iterator[Far]:
+    """Values that are near each other: beside the end of the common range that is farther from 0, if there
+    is one, and else beside an offset that the type allows.
+    """
+    bounds = _common_range(facts, range_, known)
+    offset = _OF_INTEGERS if range_.whole else _OFFSET / (range_.shifted or 1.0)
+    if bounds is None and range_.whole and dtype_bounds(facts)[1] <= offset:
+        return
+    low, high = bounds or (0.0, 0.0)
+    if bounds is not None:
+        offset = max(high, low, key=abs)
+    shares: tuple[float, ...] = (_OF_SQUARES,) if range_.squared and bounds else ()
+    if range_.shifted:
+        shares += _OF_WHOLE if range_.whole else _BESIDE_OFFSETS
+    for share in shares:
+        spread = abs(share * offset)
+        if spread >= 1 or not range_.whole:
+            # Inside of the range.
+            center = offset - math.copysign(4 * spread, offset) if bounds else offset
+            yield Far(low, high, (center,), (spread,), is_offset=True)
+
+
+def _common_range(
+    facts: TensorFacts, range_: Range, known: Iterable[Range]
+) -> tuple[float, float] | None:
+    """The lowest and the highest value that ``range_`` and those ``known`` of the same kind share, without
+    those that do not overlap; None if nothing bounds the input ``facts``.
+    """
     low, high = (range_.low, range_.high) if range_.known else (-math.inf, math.inf)
     for other in (other for other in known if other.whole == range_.whole):
         common = max(low, other.low), min(high, other.high)
         low, high = common if common[0] < common[1] else (low, high)
     if math.isinf(high):
-        low, high = 0.0, _BRIGHTEST if looks_like_image(facts) else 0.0
-    shares: tuple[float, ...] = (_OF_SQUARES,) if range_.squared and low < high else ()
-    if range_.shifted:
-        shares += _OF_WHOLE if range_.whole else _BESIDE_OFFSETS
-    offset = _OF_INTEGERS if range_.whole else _OFFSET / (range_.shifted or 1.0)
-    if low < high:
-        offset = high if high >= -low else low
-    elif range_.whole and dtype_bounds(facts)[1] <= offset:
-        return
-    for share in shares:
-        spread = abs(share * offset)
-        if spread >= 1 or not range_.whole:
-            # Inside of the range.
-            center = offset - math.copysign(4 * spread, offset) if low < high else offset
-            yield Far(low, high, (center,), (spread,), is_offset=True)
+        return (0.0, _BRIGHTEST) if looks_like_image(facts) else None
+    return (low, high) if low < high else None
 
 
 def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
@@ -587,13 +601,12 @@ def _among(center: Center) -> Iterator[Far]:
         yield Far(most, max(highest, 2 * most))
 
 
-def _within(facts: TensorFacts, places: Numbers) -> Iterator[Far]:
-    """Values between the rows of a table, all of which are subtracted from each."""
-    sizes = (*(1 for _ in range(places.ndim - len(facts.sizes))), *facts.sizes[-places.ndim :])
-    axes = tuple(
-        axis for axis, size in enumerate(sizes[: places.ndim]) if size == 1 < places.shape[axis]
-    )
-    center, spread = (measure(places, axis=axes, keepdims=True) for measure in (np.mean, np.std))
+def _within(facts: TensorFacts, table: Numbers) -> Iterator[Far]:
+    """Values between the rows of a ``table``, all of which are subtracted from each."""
+    # Aligned as in broadcasting.
+    sizes = ((1,) * table.ndim + facts.sizes)[len(facts.sizes) :]
+    axes = tuple(axis for axis, size in enumerate(sizes) if size == 1 < table.shape[axis])
+    center, spread = (measure(table, axis=axes, keepdims=True) for measure in (np.mean, np.std))
     shape = center.shape[max(center.ndim - len(facts.sizes), 0) :]
     center, spread = center.reshape(shape), spread.reshape(shape)
     if _fits(facts, shape) and spread.any():
