@@ -110,14 +110,14 @@ def values(pattern: Pattern, facts: TensorFacts, range_: Range, rng: np.random.G
     array = np.asarray(_of_range(pattern, shape, range_, rng))
     if range_.thresholds:
         thresholds, least = np.array(range_.thresholds), 0.75 if range_.whole else 0.0
-        array = _beside(array.astype(np.float64), thresholds, least)
+        array = _moved_away(array.astype(np.float64), thresholds, least)
     if range_.thresholds and range_.whole:
         array = np.clip(np.rint(array), range_.low, range_.high)
     return array.astype(dtype)
 
 
-def _beside(numbers: Numbers, thresholds: Numbers, distance: float) -> Numbers:
-    """``numbers`` that are on the same side of all ``thresholds`` after rounding, and at a ``distance``."""
+def _moved_away(numbers: Numbers, thresholds: Numbers, distance: float) -> Numbers:
+    """``numbers`` at a ``distance`` from all ``thresholds``, on the same side of these after rounding."""
     indices = np.searchsorted(thresholds, numbers)
     for offset in (-1, 0):
         nearest = thresholds[np.clip(indices + offset, 0, len(thresholds) - 1)]

@@ -525,7 +525,7 @@ def _expected(scale: float) -> float:
 def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[Far]:
     lowest, highest = dtype_bounds(facts)
     if ordinary.known and ordinary.loose and ordinary.low == ordinary.high:
-        yield from _beside(ordinary, uses)
+        yield from _other_values(ordinary, uses)
         return
     if ordinary.known:
         is_index = ordinary.low == 0 and uses.indexed == ordinary.high + 1
@@ -552,7 +552,7 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
         yield Far(-largest if lowest < 0 else 0.0, largest)
 
 
-def _beside(ordinary: Range, uses: Uses) -> Iterator[Far]:
+def _other_values(ordinary: Range, uses: Uses) -> Iterator[Far]:
     """The other values with which a single number is compared, and one beside them all: they decide."""
     compared = [center.values for center in uses.centers if center.values.size == 1]
     values = dict.fromkeys(float(value.item()) for value in compared)
