@@ -359,7 +359,7 @@ class Search:
         return replace(self, attempts=tuple(attempts))
 
     def to_share(self) -> Search:
-        """What other machines may use: none that stopped, which may have causes there."""
+        """What other machines may use: none that stopped, which may have causes here."""
         return replace(self, attempts=tuple(a for a in self.attempts if a.record))
 
     def joined(self, other: Search) -> Search:

@@ -194,12 +194,13 @@ def _unrolled(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
         return None
     if not own:
         return form.covering.recipe_with("unroll")
+    *before, last = own
     kinds = [attempt.recipe.changes[-1].kind for attempt in own]
-    if own[-1].stopped_in == "change" and kinds[-1] == "rewrite":
-        # No rewrite is for what the last unrolling has left: unroll that too.
-        return own[-2].recipe_with("unroll")
-    is_last = not own[-1].may_improve or kinds.count("rewrite") == _ROUNDS - 1
-    return None if is_last else own[-1].recipe_with("rewrite")
+    if last.stopped_in == "change" and kinds[-1] == "rewrite":
+        # No rewrite is for what the unrolling before it has left: unroll that too.
+        return before[-1].recipe_with("unroll")
+    is_last = not last.may_improve or kinds.count("rewrite") == _ROUNDS - 1
+    return None if is_last else last.recipe_with("rewrite")
 
 
 def _in_range(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
