@@ -229,7 +229,8 @@ class _Rewriting:
                 self._check(session, expected, within_noise(SIMPLIFIED, noisy.facts))
 
     def _as_inexact(self, expected: Reference, folder: Path) -> Tolerance | None:
-        """How far a correction of a model may differ that is not so exact in float32 either; None if it is.
+        """The tolerance of a correction if rounding errors of its own weights change the model too; None if
+        they do not.
 
         Differences of nearly equal values and logarithms of values near zero are mostly rounding.
         """
@@ -237,13 +238,13 @@ class _Rewriting:
         if self.request.simplify:
             # As `optimize` runs the rewritten model: fused operators round differently.
             options.graph_optimization_level = LEVELS["basic"]
-        before = open_rounded(Path(self.request.before.path), folder, options)
+        rounded = open_rounded(Path(self.request.before.path), folder, options)
         anything = Tolerance(snr=NOTHING, cosine=-1)
         # The margin is above NOTHING decibels: their sum is the decibels themselves.
-        own = self._check(before, expected, anything, expected.runs) + NOTHING
-        if own > _EXACT:
+        snr = self._check(rounded, expected, anything, expected.runs) + NOTHING
+        if snr > _EXACT:
             return None
-        return replace(_CORRECTED, snr=max(min(own - GAIN, _ROUNDED), SIMPLIFIED.snr))
+        return replace(_CORRECTED, snr=max(min(snr - GAIN, _ROUNDED), SIMPLIFIED.snr))
 
     def _check(
         self,

@@ -257,9 +257,11 @@ def _judge(
 def _first_wrong(
     difference: Difference, divergence: Divergence | None, emulated: Levels | None
 ) -> str:
-    """The first node that is wrong where a run is ``emulated`` as different too, and why; empty if none.
+    """The first node that is wrong for the run of ``difference``, and why; empty if none is known.
 
-    Integers are exact in the emulation: what is much worse than that has another cause.
+    If the run is ``emulated`` as different too, it is one that the format makes wrong, and else one whose
+    integers have more bits than the EP's. These are exact in the emulation: what is much worse than that has
+    another cause.
     """
     if divergence is None or emulated is None:
         return ""

@@ -82,12 +82,12 @@ def compare_runs(
         if not new and _adds_nothing(run, result, is_enough=is_enough):
             continue
         taken |= new
-        result = replace(result, samples=(*result.samples, run.name))
+        names = (*result.samples, run.name)
         if report is not None:
-            report(f"for the sample {run.name!r}, {len(result.samples)} of {len(runs)}")
+            report(f"for the sample {run.name!r}, {len(names)} of {len(runs)}")
         agreeing, difference = _compare_run(session, reference, run, limits)
         ran = len(run.frames) if difference is None else difference.number + 1
-        result = replace(result, runs=result.runs + ran)
+        result = replace(result, samples=names, runs=result.runs + ran)
         if difference is not None:
             compared += agreeing
             if emulated is not None:
@@ -106,7 +106,7 @@ def compare_runs(
             gap = _gap(level, emulated, run)
             agreeing = [replace(a, gap=gap) if a is level.nearest else a for a in agreeing]
             if has_own_runs and run is not reference.runs[0]:
-                # The others are nearer, and simulators are slow.
+                # The emulation of the runs that are left is nearer, and simulators are slow.
                 is_enough |= _is_as_emulated(level, emulated, runs)
         compared += agreeing
         if to_beat is not None and not nearness_of(compared).is_worth(to_beat):
