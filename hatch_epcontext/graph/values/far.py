@@ -81,8 +81,8 @@ means of their squares from the second one on.
 _OF_SQUARES = 1 / 50
 """The deviation, relative to values, below which the mean of squares less the square of the mean is lost."""
 
-_SIZES = tuple(2.0**exponent for exponent in range(5, 16, 2))
-"""The sizes of floats whose powers matter: from 32 to that of int16."""
+_SIZES = tuple(2.0**exponent for exponent in range(5, 20, 2))
+"""The sizes of floats whose powers matter: from 32 to above the end of float16."""
 
 _BRIGHTEST, _WIDEST = 255.0, 4095.0
 """The largest value of a pixel; and that of coordinates and sensors, which have up to 12 bits."""
@@ -545,7 +545,8 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
     if lowest < 0 and not offset:
         yield Far(-min(_SMALL, largest), min(_SMALL, largest))
     yield from _around(facts, ordinary, uses)
-    yield from (far for far in _larger(facts, uses) if ordinary.high < far.high / 2)
+    larger = (far for far in _larger(facts, uses) if far.high <= _IN_FLOATS)
+    yield from (far for far in larger if ordinary.high < far.high / 2)
     if uses.turns:
         yield from _counted_on(ordinary, uses, largest)
     elif largest > _SMALL and not offset:

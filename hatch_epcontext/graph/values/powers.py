@@ -19,7 +19,7 @@ import onnx
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.graph.values.linear import INVALID
+from hatch_epcontext.graph.values.linear import INVALID, ends
 
 _MAX_TERMS = 8
 """The most terms of one value that are followed."""
@@ -28,6 +28,11 @@ _MAX_DEGREE = 4
 
 _COUNTED = 2.0**15
 """The size of counts and amounts of which a quotient is taken."""
+
+_OF_LOGARITHMS, _OF_ROOTS = 2.0**17, 2.0**19
+"""The sizes of amounts of which a logarithm or a root is taken: kernels end the first at 65504, as float16,
+and the second at 131008 too.
+"""
 
 _SCALED = 100.0
 """The size from which a factor is for large inputs: smaller ones are those of means."""
@@ -249,12 +254,25 @@ class _Powers:
         return replace(result, positive=base.positive or number % 2 == 0)
 
     def logarithm(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> None:
-        self._rise(operands[0])
-        self._undo(operands[0])
+        self._bend(node, operands[0], _OF_LOGARITHMS)
+
+    def _bend(self, node: onnx.NodeProto, base: _Sum, size: float) -> None:
+        """Note the inputs of ``base``, of which ``node`` makes something small; amounts have a ``size``."""
+        self._rise(base)
+        self._undo(base)
+        is_amount = base.rising and not (base.inputs & self._whole or self._is_share(node.input[0]))
+        if is_amount and max(base.degrees, default=0.0) == 1:
+            self._reach(base.inputs, size)
+
+    def _is_share(self, name: str) -> bool:
+        """Whether something smaller than 1 keeps a value from 0, as that of a spectrum."""
+        maker = self._scope.maker(name)
+        kept = maker.input if maker and maker.op_type in ("Add", "Clip", "Max") else ()
+        return any(0 < end < 1 for operand in kept for end in ends(operand, self._scope))
 
     def root(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         base = operands[0]
-        self.logarithm(node, operands)
+        self._bend(node, base, _OF_ROOTS)
         if len(base.degrees) != 1:
             return None
         terms = (replace(t, degree=t.degree / 2, factor=math.sqrt(t.factor)) for t in base.terms)

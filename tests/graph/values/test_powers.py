@@ -129,7 +129,7 @@ def test_other_powers_have_no_size(nodes: str) -> None:
         ),
         ("c = Concat <axis = 0> (x, z) p = Mul (c, c) y = Log (p)", 0),
         ("p = Mul (x, z) y = Exp (p)", None),
-        ("s = Add (x, z) y = Sqrt (s)", None),
+        ("s = Add (x, z) y = Exp (s)", None),
         ("h = MatMul (x, weights) p = Mul (h, z) y = Sqrt (p)", None),
     ],
 )
@@ -256,6 +256,26 @@ def test_counts_have_a_quotient(nodes: str, size: float | None) -> None:
     weights = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
     found = sizes(nodes, "float[4, 8] x, float[4, 8] z", weights=weights, a=np.float32(1))
     assert found == ({} if size is None else {"x": size, "z": size})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size"),
+    [
+        ("y = Sqrt (x)", 2**19),
+        ("a = Add (x, two) y = Log (a)", 2**17),
+        ("s = ReduceSum (x, last) y = Log (s)", 2**17),
+        # Spectra.
+        ("s = Add (x, small) y = Log (s)", None),
+        ("m = Max (x, small) y = Sqrt (m)", None),
+        ("d = Sub (two, x) y = Log (d)", None),
+    ],
+)
+def test_amounts_of_which_a_root_or_a_logarithm_is_taken_are_beyond_the_format(
+    nodes: str, size: float | None
+) -> None:
+    assert sizes(nodes) == ({} if size is None else {"x": size})
+    # Integers have an end of their own.
+    assert sizes(f"f = Cast <to = 1> (n) {nodes.replace('(x', '(f')}", "int64[4, 8] n") == {}
 
 
 def test_a_bright_picture_has_small_differences_where_its_local_variance_counts() -> None:
