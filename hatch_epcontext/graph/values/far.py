@@ -96,6 +96,8 @@ _BITS = 2.0**-10
 _INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"})
 """Operators whose indices may be negative, and then count from the end."""
 
+_PRODUCTS = frozenset({"Gemm", "MatMul", "Mul"})
+
 _PERIODIC = frozenset({"Cos", "Sin", "Tan"})
 
 _OF_SIGNALS = frozenset({"Conv", "DFT", "STFT"})
@@ -112,7 +114,7 @@ class Uses:
     neighbours, their mean or another input.
     ``size`` and ``degree``: up to which their powers matter, and the largest degree of these, see `powers`.
     ``beside``: the largest constant that it adds to them. ``turn``: the shortest turn of angles that
-    they are.
+    they are. ``is_weight``: whether it multiplies stored numbers that differ, such as coordinates, by them.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -128,6 +130,7 @@ class Uses:
     degree: float = 0.0
     beside: float = 0.0
     turn: float = math.inf
+    is_weight: bool = False
 
     @property
     def turns(self) -> float:
@@ -201,6 +204,7 @@ class UsesOfInputs:
     def _add(self, node: onnx.NodeProto) -> None:
         for name in node.input:
             self._add_factors(name)
+        self._add_weights(node)
         operator = node.op_type if node.domain in graph.STANDARD else ""
         if operator in _OF_SIGNALS:
             for term in self._terms.of(node.input[0]):
@@ -223,6 +227,12 @@ class UsesOfInputs:
             self._add_difference(node)
         elif operator == "BatchNormalization":
             self._add_mean(node)
+
+    def _add_weights(self, node: onnx.NodeProto) -> None:
+        for one, other in ((0, 1), (1, 0)) if node.op_type in _PRODUCTS else ():
+            if len(ends(node.input[other], self.scope)) > 1:
+                for term in self._numbers(node.input[one]):
+                    self.of[term.input].is_weight = True
 
     def _add_turn(self, node: onnx.NodeProto) -> None:
         for term in self._numbers(node.input[0]):
@@ -426,8 +436,10 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     dtype = numpy_dtype(facts.dtype)
     if uses.skipping is not None and ordinary.whole:
         return replace(ordinary, far=(Far(centers=(uses.skipping,), spreads=(0.0,)),))
-    if dtype.kind in "bc" or ordinary.usual is not None:
+    if dtype.kind in "bc":
         return ordinary
+    if ordinary.usual is not None:
+        return replace(ordinary, far=tuple(_larger(facts, uses)))
     shifted = uses.scale if uses.is_shifted and not looks_like_image(facts) else 0.0
     ordinary = replace(ordinary, thresholds=uses.thresholds, least=uses.least, shifted=shifted)
     if not is_float(dtype):

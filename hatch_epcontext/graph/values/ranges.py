@@ -25,7 +25,7 @@ from hatch_epcontext.graph.values.conventions import (
     looks_like_image,
     looks_like_sound,
 )
-from hatch_epcontext.graph.values.far import FULL_SCALE, UsesOfInputs, dtype_bounds, with_far
+from hatch_epcontext.graph.values.far import FULL_SCALE, Uses, UsesOfInputs, dtype_bounds, with_far
 from hatch_epcontext.graph.values.linear import LinearTerm, LinearTerms
 from hatch_epcontext.graph.values.powers import powers_of
 
@@ -54,7 +54,8 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
     open_inputs = {
         facts.name: facts
         for facts in tensors
-        if not (range_ := ranges[facts.name]).known and range_.usual is None
+        if (not (range_ := ranges[facts.name]).known and range_.usual is None)
+        or _is_weight(facts, uses.of[facts.name], of_inputs[facts.name])
     }
     whole = frozenset(name for name in open_inputs if ranges[name].whole)
     powers = powers_of(main, open_inputs, uses.scope, whole)
@@ -72,6 +73,12 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
     return {
         facts.name: with_far(facts, ranges[facts.name], uses.of[facts.name]) for facts in tensors
     }
+
+
+def _is_weight(facts: TensorFacts, uses: Uses, reached: Sequence[Bound]) -> bool:
+    """Whether only its name makes an input a mask, and the graph uses its floats as numbers."""
+    is_named = is_mask_name(facts.name) and is_float(numpy_dtype(facts.dtype))
+    return is_named and uses.is_weight and all(bound.kind != "mask" for bound in reached)
 
 
 def _is_number(facts: TensorFacts) -> bool:

@@ -181,6 +181,20 @@ def test_masks_are_of_ones() -> None:
     assert found["x"].is_open
 
 
+def test_a_mask_by_whose_values_coordinates_are_multiplied_has_larger_ones_too() -> None:
+    head = "(float[1, 4] mask, float[1, 4] x) => (float[] y)"
+    centre = "s = ReduceSum (p) total = ReduceSum (mask) y = Div (s, total)"
+    places = np.arange(4, dtype=np.float32)
+    found = all_of(f"{head} {{ p = Mul (mask, places) {centre} }}", places=places)
+    assert replace(found["mask"], far=(), signed=True) == Range(0.0, 1.0, True, 1.0)
+    ends = [(size / 4, size) for size in (32, 128, 512, 2048, 8192, 32768)]
+    assert spans(found["mask"]) == ends
+    # It hides values of an input, and of a table.
+    assert not all_of(f"{head} {{ p = Mul (mask, x) {centre} }}")["mask"].far
+    hidden = f"is = Cast <to = 9> (mask) q = Where (is, places, x) p = Mul (mask, places) {centre}"
+    assert not all_of(f"{head} {{ {hidden} }}", places=places)["mask"].far
+
+
 def test_floats_have_the_range_that_is_clipped_or_quantized() -> None:
     found = ranges("""(float[2] a, float[2] b) => (float[] y)
         <float low = {-1}, float high = {6}, float scale = {0.5}, uint8 zero = {100}> {
