@@ -77,6 +77,11 @@ class Far:
     unit: float = 0.0
     is_offset: bool = False
 
+    @property
+    def is_larger(self) -> bool:
+        """Whether these are only numbers of a larger size than ordinary ones."""
+        return not self.centers and self.low > 0
+
 
 @dataclass(frozen=True)
 class InFloats:

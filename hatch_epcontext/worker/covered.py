@@ -107,7 +107,7 @@ def describe_values(run: ReferenceRun, agreed: Iterable[ReferenceRun]) -> str:
     for name, far in run.far.items():
         names.setdefault(_describe_far(run, name, far, ordinary.get(name)), []).append(repr(name))
     texts = (f"{listing(same, _MAX_NAMED)} {text}" for text, same in names.items())
-    texts = (f"{text}," if "such as" in text else text for text in texts)
+    # A text may end with a comma, to which the list adds its own.
     return listing(texts, _MAX_NAMED).replace(",,", ",")
 
 
@@ -120,8 +120,8 @@ def _describe_far(run: ReferenceRun, name: str, far: Far, known: InputValues | N
         centers = listing(map(show_number, dict.fromkeys(far.centers)), _MAX_NAMED)
         spread = 2 * max(far.spreads)
         return f"within {spread:.2g} of {centers}" if spread else f"of {centers}"
-    if run.is_larger:
-        return f"above {show_number(far.low)}, such as {show_number(far.high)}"
+    if far.is_larger:
+        return f"above {show_number(far.low)}, such as {show_number(far.high)},"
     numbers = np.concatenate([array.ravel().astype(np.float64) for array in _arrays(run, name)])
     whole = _from_to((float(numbers.min()), float(numbers.max())))
     if known is None:
@@ -131,7 +131,7 @@ def _describe_far(run: ReferenceRun, name: str, far: Far, known: InputValues | N
     parts = [f"below {low}, such as {show_number(float(below.min()))}"] if below.size else []
     if above.size:
         parts.append(f"above {high}, such as {show_number(float(above.max()))}")
-    return ", or ".join(parts) or whole
+    return f"{', or '.join(parts)}," if parts else whole
 
 
 def _arrays(run: ReferenceRun, name: str) -> list[Array]:

@@ -79,8 +79,8 @@ class Sample:
 
     @property
     def is_larger(self) -> bool:
-        """Whether it has only numbers of a larger size than ordinary ones."""
-        return any(not far.centers and far.low > 0 for far in self.far.values())
+        """Whether it has numbers of a larger size than ordinary ones."""
+        return any(far.is_larger for far in self.far.values())
 
     @property
     def has_offset(self) -> bool:
@@ -192,15 +192,10 @@ def _far(
     whole = {name: values for name, values in values_of.items() if ranges[name].whole}
     others = {name: values for name, values in values_of.items() if name not in whole}
     sizes = {name: [far for far in others[name] if not far.centers] for name in others}
-    decided = [*_together(_deciding(whole, ranges))]
-    groups = [
-        *_together(whole),
-        # In turn with each value that decides which branch runs.
-        *(
-            {**group, **([{}, *decided][number % (len(decided) + 1)])}
-            for number, group in enumerate(_together(sizes))
-        ),
-    ]
+    # In turn without and with each value that decides which branch runs.
+    decided = itertools.cycle(({}, *_together(_deciding(whole, ranges))))
+    larger = ({**group, **values} for group, values in zip(_together(sizes), decided, strict=False))
+    groups = [*_together(whole), *larger]
     equal: dict[Far, dict[str, Far]] = {}
     for name, far in ((name, far) for name, values in others.items() for far in values):
         if far.centers:
@@ -215,8 +210,8 @@ def _far(
     ]
     for number, group in enumerate((*groups, *separate)):
         rng = generator(MANY + number)
-        is_larger = any(not far.centers and far.low > 0 for far in group.values())
-        (feeds,) = _frames(_ASCENDING if is_larger else RANDOM, inputs, ranges, rng, states, 1)
+        pattern = _ASCENDING if any(far.is_larger for far in group.values()) else RANDOM
+        (feeds,) = _frames(pattern, inputs, ranges, rng, states, 1)
         by_name = {tensor.name: tensor for tensor in inputs}
         feeds = {**feeds, **{n: far_values(by_name[n], far, rng) for n, far in group.items()}}
         values = {name: group[name] for name in by_name if name in group}

@@ -102,6 +102,8 @@ def test_a_warning_names_only_values_that_no_run_has_that_agreed() -> None:
     assert describe_values(larger, agreed) == "'x' above 256, such as 512,"
     both = run(dict.fromkeys(("x", "z"), Far(256.0, 512.0)), x=[300.0], z=[400.0])
     assert describe_values(both, agreed) == "'x' and 'z' above 256, such as 512,"
+    mixed = run({"i": Far(256.0, 512.0), "j": Far(-1000, 1000)}, i=[400], j=[-7, 90])
+    assert describe_values(mixed, agreed) == "'i' above 256, such as 512, and 'j' from -7 to 90"
     # Constants of several elements are no span.
     gps = Far(centers=(48.1, 11.5), spreads=(0.5, 0.1), shape=(2,))
     assert describe_values(run({"x": gps}, x=[48, 11]), []) == "'x' within 1 of 48.1 and 11.5"
