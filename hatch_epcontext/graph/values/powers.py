@@ -192,8 +192,12 @@ class _Powers:
                     self._reach(high.inputs, ratio ** (1 / (high.degree - low.degree)))
 
     def _reach(self, names: frozenset[str], size: float) -> None:
-        for name in self._whole.intersection(names) or names:
+        for name in self._measured(names):
             self.sizes[name] = max(size, self.sizes.get(name, 0.0))
+
+    def _measured(self, names: frozenset[str]) -> frozenset[str]:
+        """Those of the inputs ``names`` that have a size: integers, if there are some."""
+        return self._whole & names or names
 
     def divide(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         one, other = operands[:2]
@@ -220,7 +224,7 @@ class _Powers:
         """Note the inputs of a power ``value`` of which something small is made."""
         degree = max(value.degrees, default=0.0)
         if degree >= 2 and value.power and not value.weighted and len(value.degrees) == 1:
-            for name in self._whole & value.inputs or value.inputs:
+            for name in self._measured(value.inputs):
                 self.degrees[name] = max(degree * is_share, self.degrees.get(name, 0.0))
 
     def _rise(self, value: _Sum) -> None:

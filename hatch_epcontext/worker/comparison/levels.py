@@ -144,6 +144,7 @@ def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
     """
     far = sorted((level for level in levels if level.run.far), key=lambda level: level.margin)
     wrong = [level.run for level in levels if level.run.far and level.margin < 0]
+    worst_first = [level.run for level in far if level.margin < 0]
     # Of numbers that only become larger, the smallest that differ say where that begins; the first beside an
     # offset have the largest differences.
     larger = [run for run in wrong if run.is_larger]
@@ -151,11 +152,7 @@ def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
     differing = [
         *larger[:_MOST_LARGER],
         *offsets,
-        *(
-            level.run
-            for level in far
-            if level.margin < 0 and not (level.run.is_larger or level.run.has_offset)
-        ),
+        *(run for run in worst_first if not (run.is_larger or run.has_offset)),
     ]
     if is_large:
         return differing[:1]
