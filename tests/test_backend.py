@@ -174,8 +174,8 @@ def test_editable_installs_sdists_and_wheels_have_the_models(
     with_models = contents(wheel)
     # In the same order, with the same times; uv_build also lists folders.
     files, own_files = (
-        [file for file in each.items() if not file[0].endswith("/")]
-        for each in (with_models, built)
+        [file for file in files.items() if not file[0].endswith("/")]
+        for files in (with_models, built)
     )
     assert files == own_files
     # Other processes that collect tests need not import it.

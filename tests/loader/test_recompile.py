@@ -245,7 +245,9 @@ def test_a_damaged_context_of_this_machine_is_compiled_again(
         damage(folder / file, how)
         caplog.clear()
         assert broken.target_of(jit(broken, verify=verify)) == "npu"
-        (message,) = (each for each in caplog.messages if "cannot be opened any more" in each)
+        (message,) = (
+            message for message in caplog.messages if "cannot be opened any more" in message
+        )
         assert reason in message
         assert caplog.text.count("is compiled for npu") == 1
         assert kept(broken) == [folder]

@@ -72,10 +72,10 @@ def test_silence_constants_and_large_floats_are_not_usual() -> None:
 
 
 def test_noise_as_sound_is_as_loud_as_speech_and_full_scale_is_not_usual() -> None:
-    found = {each.name: each for each in fed([X], {"x": replace(OPEN, sound=True)})}
-    levels = {name: np.std(each.feeds["x"].astype(float)) for name, each in found.items()}
+    found = {sample.name: sample for sample in fed([X], {"x": replace(OPEN, sound=True)})}
+    levels = {name: np.std(sample.feeds["x"].astype(float)) for name, sample in found.items()}
     assert levels["random"] == pytest.approx(0.05, rel=0.2)
-    assert max(levels[name] for name, each in found.items() if each.usual) < 0.15
+    assert max(levels[name] for name, sample in found.items() if sample.usual) < 0.15
     assert levels["square at 1"] > 0.9
     loud = {"square at 1", "tone at 1", "random at 8"}
     assert {name for name in ("pink at 1", *loud) if not found[name].usual} == loud
@@ -89,9 +89,9 @@ def test_only_sound_is_nearly_silent() -> None:
 
 
 def test_nothing_is_lost_in_the_arithmetic() -> None:
-    names = [each.name for each in fed([X], {"x": replace(OPEN, least=0.1)})]
+    names = [sample.name for sample in fed([X], {"x": replace(OPEN, least=0.1)})]
     assert {name.rpartition(" ")[2] for name in names if " at " in name} == {"0.1", "1", "8"}
-    names = [each.name for each in fed([X], {"x": replace(OPEN, least=5e3)})]
+    names = [sample.name for sample in fed([X], {"x": replace(OPEN, least=5e3)})]
     assert {name.rpartition(" ")[2] for name in names if " at " in name} == {"1", "8"}
 
 
@@ -118,11 +118,11 @@ def test_many_columns_share_the_samples_far_from_the_ordinary() -> None:
         column.name: replace(OPEN, far=(Far(centers=(1000.0 + number,), spreads=(1.0,)),))
         for number, column in enumerate(columns)
     }
-    found = [each for each in fed(columns, ranges) if each.far]
+    found = [sample for sample in fed(columns, ranges) if sample.far]
     assert len(found) == 8
     assert {name for each in found for name in each.far} == {each.name for each in columns}
     # Those with the same offset are in one.
-    (one,) = (each for each in fed(columns, dict.fromkeys(ranges, ranges["c0"])) if each.far)
+    (one,) = (sample for sample in fed(columns, dict.fromkeys(ranges, ranges["c0"])) if sample.far)
     assert one.far.keys() == ranges.keys()
 
 
@@ -130,11 +130,11 @@ def test_what_the_graph_bounds_is_usual_and_within_its_range() -> None:
     ranges = {"x": Range(-1, 6, known=True), "i": Range(2, 4, known=True, whole=True)}
     found = fed([X, I], ranges)
     assert len(found) > 30
-    for each in found:
+    for sample in found:
         # But for a picture of one colour.
-        x = each.feeds["x"].astype(float)
-        assert each.usual == (x.min() < x.max())
-        assert {*each.feeds["i"].tolist()} <= {2, 3, 4}
+        x = sample.feeds["x"].astype(float)
+        assert sample.usual == (x.min() < x.max())
+        assert {*sample.feeds["i"].tolist()} <= {2, 3, 4}
         assert -1 <= x.min() <= x.max() <= 6
 
 
@@ -246,7 +246,7 @@ def test_larger_floats_of_all_inputs_are_in_one_sample() -> None:
         for name, center in (("a", 5.0), ("b", 6.0))
     }
     columns = [replace(X, name=name) for name in ranges]
-    far = [each for each in fed(columns, ranges) if each.far]
+    far = [sample for sample in fed(columns, ranges) if sample.far]
     assert [[*each.far] for each in far] == [["a", "b"], ["a", "b"], ["a"], ["b"]]
     assert [each.is_larger for each in far] == [True, True, False, False]
     assert all(array.min() >= 16 and array.max() <= 32 for array in far[0].feeds.values())
@@ -259,9 +259,9 @@ def test_larger_numbers_take_each_branch_and_are_beside_spans_that_have_a_size()
         "i": Range(7, 7, True, whole=True, loose=True, far=(Far(centers=(8.0,), spreads=(0.0,)),)),
     }
     columns = [X, replace(X, name="z"), replace(I, shape=(1,))]
-    larger = [each for each in fed(columns, ranges) if each.is_larger]
-    assert [[*each.far] for each in larger] == [["x"], ["x", "i"]]
-    assert [each.feeds["i"].item() for each in larger] == [7, 8]
+    larger = [sample for sample in fed(columns, ranges) if sample.is_larger]
+    assert [[*sample.far] for sample in larger] == [["x"], ["x", "i"]]
+    assert [sample.feeds["i"].item() for sample in larger] == [7, 8]
     for sample in larger:
         assert (np.diff(sample.feeds["z"].ravel()) >= 0).all()
 

@@ -44,8 +44,10 @@ def powers(nodes: str, inputs: str = "float[4, 8] x", **stored: Any) -> Powers:
     model = parsed(f"({inputs}) => (float[] y) {{ {nodes} }}", check=False, **numbers)
     facts = [graph.facts(value) for value in graph.inputs(model.graph)]
     inferred = graph.inferred(model)
-    whole = frozenset(each.name for each in facts if "int" in each.dtype)
-    return powers_of(inferred, [each.name for each in facts], Scope(inferred, nested=True), whole)
+    whole = frozenset(tensor.name for tensor in facts if "int" in tensor.dtype)
+    return powers_of(
+        inferred, [tensor.name for tensor in facts], Scope(inferred, nested=True), whole
+    )
 
 
 @pytest.mark.parametrize("nodes", [VARIANCE, DISTANCES])

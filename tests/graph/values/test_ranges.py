@@ -493,7 +493,7 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
             [(-37.5, 4.6875), (-37.5, 0.5)],
         ),
         ("(float[3] x) => (float[3] y) <float k = {0.5}> { y = Sub (x, k) }", []),
-        # Places of a table, from each of which it is away by something else.
+        # Positions in a table, from each of which it is away by something else.
         (
             """(float[1, 2] x) => (float[3, 2] y) <float[3, 2] k = {52, 13, 53, 13, 54, 16}>
             { y = Sub (x, k) }""",

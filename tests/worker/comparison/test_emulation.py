@@ -296,7 +296,7 @@ def test_a_node_that_the_emulation_cannot_show_may_be_the_cause_on_the_target(
     made = parsed(LOG_OF_POWER)
     made.graph.node[1].name = "a, b"
     divergence, levels = emulated(made, tmp_path, replace(FLOAT16, inexact=frozenset({inexact})))
-    reason = effect(divergence, levels, Levels(replace(each, ran=ran) for each in levels)).reason
+    reason = effect(divergence, levels, Levels(replace(level, ran=ran) for level in levels)).reason
     assert words in (reason or "")
     assert ("Perhaps" in (reason or "")) is ran
 
