@@ -12,10 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import onnx
 
 from hatch_epcontext.graph.dtypes import is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.bounds import Bound, bounds, divisors
 from hatch_epcontext.graph.values.conventions import (
     DEVIATIONS,
@@ -34,6 +36,11 @@ _MAX_OF_BYTES = 255.0
 
 _SCALED = 0.03
 """The factor below which a graph scales bytes to about 1: usual factors are 1/255 to 1/57."""
+
+_FAINT = 0.5
+"""The largest value that filters make of values up to 1, below which these are for bytes: theirs are 0.04 to
+0.25, and others' 1 (a mean) to 60.
+"""
 
 _TURN, _MAX_TURN = 3 * math.pi, 1000.0
 """A turn and a half in radians, and the largest, of degrees and hours: times since a start have many."""
@@ -108,8 +115,10 @@ def _bounds(
                 if _concerns(bound, term):
                     reached[term.input].append(_of_input(bound, term))
         if node.op_type in ("Conv", "ConvInteger", "QLinearConv", "FusedConv"):
+            gain = _gain(node, terms.scope)
             for term in terms.of(node.input[0]):
-                of_bytes = 0 < term.scale < _SCALED or term.offset < _CENTERED
+                is_faint = term.scale < _SCALED or term.scale * gain < _FAINT
+                of_bytes = (term.scale > 0 and is_faint) or term.offset < _CENTERED
                 high = _MAX_OF_BYTES if of_bytes else 1.0
                 reached[term.input].append(Bound(0, 0.0, high, "image"))
         for name in _factors(node, terms):
@@ -121,6 +130,18 @@ def _bounds(
                 reached[name].append(bound)
     uses.add_outputs(value.name for value in main.output)
     return reached, uses
+
+
+def _gain(node: onnx.NodeProto, scope: Scope) -> float:
+    """The largest value that most filters of a convolution can make of values from -1 to 1; infinite if its
+    filters are no stored floats.
+    """
+    filters = scope.constant(node.input[1])
+    if filters is None or not is_float(filters.dtype) or filters.ndim < 2:
+        return math.inf
+    sums = np.abs(filters.astype(np.float64)).reshape(len(filters), -1).sum(axis=1)
+    # One of zeros computes nothing.
+    return float(np.median(sums[sums > 0])) if sums.any() else math.inf
 
 
 def _factors(node: onnx.NodeProto, terms: LinearTerms) -> Iterator[str]:

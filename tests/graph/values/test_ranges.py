@@ -254,6 +254,31 @@ def test_images_are_not_negative(shape: list[int], factor: float, high: float | 
     assert found["x"] == expected
 
 
+@pytest.mark.parametrize(
+    ("filters", "factor", "high"),
+    [
+        # Those of a model that takes bytes: their mean deviation is about 60.
+        (np.full((4, 3, 3, 3), 1 / 600), 1.0, 255),
+        (np.full((4, 3, 3, 3), 1 / 600), 58.0, 1),
+        # A mean of 81 pixels.
+        (np.full((1, 1, 9, 9), 1 / 81), 1.0, 1),
+        (np.concatenate([np.full((3, 3, 3, 3), 1 / 600), np.ones((1, 3, 3, 3))]), 1.0, 255),
+        (np.zeros((4, 3, 3, 3)), 1.0, 1),
+    ],
+)
+def test_filters_that_make_little_of_an_image_are_for_bytes(
+    filters: np.ndarray, factor: float, high: float
+) -> None:
+    found = ranges(
+        f"""(float[1, {filters.shape[1]}, 16, 16] x) => (float[] y) {{
+            scaled = Mul (x, factor)
+            y = Conv (scaled, w) }}""",
+        factor=np.array(factor, np.float32),
+        w=filters.astype(np.float32),
+    )
+    assert found["x"] == Range(0, high, known=False)
+
+
 def test_integers_that_nothing_bounds_are_bytes() -> None:
     found = ranges("""(int64[3] i, int8[3] j) => (float[] y) {
             a = Cast <to = 1> (i)
