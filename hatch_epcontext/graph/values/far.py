@@ -456,7 +456,7 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     sound = uses.is_signal and looks_like_sound(facts)
     far = [*_larger(facts, uses), *_counted_on(ordinary, uses, _IN_FLOATS)]
     far += [*_around(facts, ordinary, uses)]
-    if sound:
+    if sound and not any(values.is_larger for values in far):
         far.append(Far(centers=(0.0,), spreads=(_OF_SOUND,)))
     elif not (far or ordinary.shifted) and uses.scale < 1 / _SCALED:
         far.append(Far(centers=(0.0,), spreads=(_expected(uses.scale) / DEVIATIONS,)))

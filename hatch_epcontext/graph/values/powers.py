@@ -4,7 +4,8 @@ Each value is followed as a sum of terms: a factor, and a degree in the inputs. 
 the same degree, as in the mean of squares less the square of the mean, no size of the inputs is more usual
 than another. Where they have not, as in ``a x² + b x + c``, the terms are as large as each other at a size
 that the factors show. So does the factor of a single power. A root, a logarithm or a quotient of powers is
-small, whatever the size of the inputs.
+small, whatever the size of the inputs. A product that nothing makes smaller leaves the format at a size that
+its factor shows.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ _OF_LOGARITHMS, _OF_ROOTS = 2.0**17, 2.0**19
 """The sizes of amounts of which a logarithm or a root is taken: kernels end the first at 65504, as float16,
 and the second at 131008 too.
 """
+
+_LARGEST, _WIDEST = 65504.0, 4096.0
+"""Where a product leaves a format; and the largest inputs, of up to 12 bits, for which it matters."""
 
 _SCALED = 100.0
 """The size from which a factor is for large inputs: smaller ones are those of means."""
@@ -108,6 +112,7 @@ def powers_of(
     """
     powers = _Powers(scope, names, whole)
     powers.follow(main)
+    powers.grow(value.name for value in main.output)
     return Powers(powers.sizes, powers.amounts, powers.levels, powers.degrees, powers.differences)
 
 
@@ -176,7 +181,10 @@ class _Powers:
             one.weighted or other.weighted,
             is_added and one.rising and other.rising,
         )
-        if total.power and not (is_positive or total.weighted):
+        if is_positive and one.power and other.power:
+            # As of the parts of a spectrum.
+            self.levels |= total.inputs
+        elif total.power and not (is_positive or total.weighted):
             self._note(total)
         return total
 
@@ -190,6 +198,22 @@ class _Powers:
                 if high.degree >= 2 and low.degree < high.degree:
                     ratio = low.factor / high.factor
                     self._reach(high.inputs, ratio ** (1 / (high.degree - low.degree)))
+
+    def grow(self, names: Iterable[str]) -> None:
+        """Note the sizes at which products among the values ``names`` leave a number format."""
+        for name in names:
+            if name in self._sums:
+                self._grow(self._sums[name])
+
+    def _grow(self, value: _Sum) -> None:
+        """The same for one ``value``."""
+        if not value.power or value.weighted:
+            return
+        for term in value.terms:
+            size = (_LARGEST / term.factor) ** (1 / term.degree) if term.degree >= 2 else math.inf
+            if size <= _WIDEST:
+                # Up to beyond it.
+                self._reach(term.inputs, 2 * size)
 
     def _reach(self, names: frozenset[str], size: float) -> None:
         for name in self._measured(names):
@@ -218,6 +242,8 @@ class _Powers:
             most = 2 if other.inputs <= one.inputs else 1
             if 1 <= max(one.degrees) <= most:
                 self._reach(one.inputs | other.inputs, _COUNTED)
+        if not is_share:
+            self._grow(one)
         return None
 
     def _undo(self, value: _Sum, *, is_share: bool = False) -> None:

@@ -17,6 +17,8 @@ import onnx
 
 from hatch_epcontext.graph.dtypes import is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.number_format import FUSING
+from hatch_epcontext.graph.operators import REPEATING
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.bounds import Bound, bounds, divisors
 from hatch_epcontext.graph.values.conventions import (
@@ -108,6 +110,8 @@ def _bounds(
     )
     reached: defaultdict[str, list[Bound]] = defaultdict(list)
     uses = UsesOfInputs(terms)
+    # Of a formula's quantities, such as a speed, none is a factor of what layers compute.
+    has_layers = any(node.op_type in FUSING | REPEATING for node in terms.scope.nodes)
     for node in terms.follow():
         uses.add(node)
         for bound in bounds(node, terms.scope):
@@ -121,7 +125,7 @@ def _bounds(
                 of_bytes = (term.scale > 0 and is_faint) or term.offset < _CENTERED
                 high = _MAX_OF_BYTES if of_bytes else 1.0
                 reached[term.input].append(Bound(0, 0.0, high, "image"))
-        for name in _factors(node, terms):
+        for name in _factors(node, terms) if has_layers else ():
             reached[name].append(Bound(0, 0.5, 1.5, "factor"))
     floats = {facts.name for facts in tensors if is_float(numpy_dtype(facts.dtype))}
     for node in terms.scope.nodes:

@@ -184,10 +184,11 @@ def _warnings(
     compared: Comparison, divergence: Divergence | None, emulated: Levels | None
 ) -> tuple[str, ...]:
     """Of each difference in an unusual sample."""
+    right = [level.run for level in emulated.ordinary if level.margin >= 0] if emulated else []
     return tuple(
         warning(
             difference,
-            describe_values(difference.run, compared.agreed),
+            describe_values(difference.run, [*compared.agreed, *right]),
             _first_wrong(difference, divergence, emulated),
         )
         for difference in compared.unusual

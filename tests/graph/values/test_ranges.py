@@ -683,9 +683,15 @@ def test_values_are_near_one_place_and_not_near_the_means_of_features(
 
 
 def test_a_factor_is_what_other_values_are_multiplied_with_or_divided_by() -> None:
-    head = "(float[1] temperature, float[4] z) => (y)"
-    assert ranges(f"{head} {{ y = Div (z, temperature) }}")["temperature"].usual == 1
-    assert ranges(f"{head} {{ y = Sub (z, temperature) }}")["temperature"].usual is None
+    head, layer = "(float[1] temperature, float[1, 4] z) => (y)", "h = MatMul (z, w)"
+    weights = np.ones((4, 4), np.float32)
+    for body, usual in (
+        (f"{layer} y = Div (h, temperature)", 1),
+        (f"{layer} y = Sub (h, temperature)", None),
+        # A quantity of a formula.
+        ("y = Div (z, temperature)", None),
+    ):
+        assert ranges(f"{head} {{ {body} }}", w=weights)["temperature"].usual == usual
 
 
 def test_offsets_are_common_to_the_ranges_of_inputs_and_within_them() -> None:
