@@ -33,7 +33,12 @@ from hatch_epcontext.worker.comparison.compare import (
 )
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect, nearest
-from hatch_epcontext.worker.comparison.emulation import FormattedModel, conditioned, emulate
+from hatch_epcontext.worker.comparison.emulation import (
+    FormattedModel,
+    conditioned,
+    emulate,
+    narrowed,
+)
 from hatch_epcontext.worker.comparison.levels import Level, Levels, choose, is_whole
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
 from hatch_epcontext.worker.comparison.runs import (
@@ -153,7 +158,7 @@ def _compare(
         validation,
         agreements=compared.agreements,
         samples=compared.samples,
-        warnings=_warnings(compared, divergence, emulated),
+        warnings=_warnings(compared, divergence, emulated, tolerance),
         inputs=_inputs(request, compared, expected),
         integers=expected.facts.integers,
     )
@@ -181,18 +186,21 @@ def _compare(
 
 
 def _warnings(
-    compared: Comparison, divergence: Divergence | None, emulated: Levels | None
+    compared: Comparison,
+    divergence: Divergence | None,
+    emulated: Levels | None,
+    limits: Tolerance,
 ) -> tuple[str, ...]:
     """Of each difference in an unusual sample."""
     right = [level.run for level in emulated.ordinary if level.margin >= 0] if emulated else []
-    return tuple(
-        warning(
-            difference,
-            describe_values(difference.run, [*compared.agreed, *right]),
-            _first_wrong(difference, divergence, emulated),
-        )
-        for difference in compared.unusual
-    )
+    texts = []
+    for difference in compared.unusual:
+        run = difference.run
+        if divergence and run.is_larger:
+            run = narrowed(run, divergence.model, divergence.reference, limits)
+        values = describe_values(run, [*compared.agreed, *right])
+        texts.append(warning(difference, values, _first_wrong(difference, divergence, emulated)))
+    return tuple(texts)
 
 
 def _inputs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,10 +27,16 @@ from hatch_epcontext.graph.selections import with_reads
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Level, Levels
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
-from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun
+from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_frames
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.session import open_unoptimized
 from hatch_epcontext.worker.synthetic import NEAR
+
+_HALVINGS = 4
+"""How often the span of sizes in which wrong results begin is halved: to less than a tenth of a size."""
+
+_MAX_TRIALS = 1e9
+"""The most multiply-adds for that: less than a second."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,44 @@ def conditioned(
     kept = Levels(level for level in levels if all(level is not other for other in dropped))
     usual, left = (sum(level.run.usual for level in some) for some in (levels, kept))
     return kept if 3 * left >= usual else levels
+
+
+def narrowed(
+    run: ReferenceRun, model: FormattedModel, reference: Reference, limits: Tolerance
+) -> ReferenceRun:
+    """``run``, whose larger numbers the format makes wrong, as far only in those of which each alone does so,
+    if there are some, and from the size on at which that begins. The same if the emulation shows nothing, or
+    would take long.
+    """
+    larger = [name for name, far in run.far.items() if far.is_larger]
+    trials = 2 * (len(larger) + _HALVINGS) * reference.facts.multiply_adds
+    if len(run.frames) > 1 or run.candidates or trials > _MAX_TRIALS:
+        return run
+    exact = _session(model.prepared, reference)
+    rounding = _session(model.rounding(model.prepared), reference)
+
+    def is_wrong(names: Sequence[str], factor: float = 1.0) -> bool:
+        feeds = dict(run.feeds)
+        for name in larger:
+            array = run.feeds[name]
+            numbers = array.astype(np.float64) * factor
+            scaled = np.rint(numbers) if array.dtype.kind in "iu" else numbers
+            feeds[name] = scaled.astype(array.dtype) if name in names else reference.feeds[name]
+        outputs = tuple(run_frames(exact, [feeds], reference.facts.states))
+        trial = replace(run, frames=(feeds,), outputs=outputs)
+        return _level(rounding, trial, reference, limits).margin < 0
+
+    if not is_wrong(larger):
+        return run
+    wrong = [name for name in larger if is_wrong([name])] or larger
+    right, factor = run.far[wrong[0]].low / run.far[wrong[0]].high, 1.0
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(right * factor)
+        right, factor = (right, middle) if is_wrong(wrong, middle) else (middle, factor)
+    others = {name: far for name, far in run.far.items() if name not in larger}
+    ends = {name: float(f"{right * run.far[name].high:.2g}") for name in wrong}
+    beyond = {name: replace(run.far[name], low=low) for name, low in ends.items()}
+    return replace(run, far={**others, **beyond})
 
 
 def _nearby(

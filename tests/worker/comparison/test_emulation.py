@@ -16,7 +16,12 @@ from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.compare import Comparison, compare_runs, concluded
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect
-from hatch_epcontext.worker.comparison.emulation import FormattedModel, conditioned, emulate
+from hatch_epcontext.worker.comparison.emulation import (
+    FormattedModel,
+    conditioned,
+    emulate,
+    narrowed,
+)
 from hatch_epcontext.worker.comparison.levels import Levels, choose
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from hatch_epcontext.worker.reference import reference
@@ -93,6 +98,27 @@ def test_the_target_runs_the_worst_floats_that_are_far_from_the_ordinary(tmp_pat
         { c = Sub (x, mean) y = Div (c, deviation) }"""
     )
     assert [run.name for run in chosen(made, tmp_path) if run.far] == ["other values of x"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names", "least"),
+    [
+        ("y = Mul (x, z)", {"x", "z"}, 256),
+        # A square of one of them is too large, and a root is not.
+        ("q = Mul (x, x) r = Abs (z) s = Sqrt (r) y = Add (q, s)", {"x"}, 256),
+    ],
+)
+def test_a_warning_names_the_inputs_that_are_too_large_and_where_that_begins(
+    tmp_path: Path, nodes: str, names: set[str], least: float
+) -> None:
+    made = parsed(f"(float[1, 64] x, float[1, 64] z) => (float[1, 64] y) {{ {nodes} }}")
+    divergence, levels = emulated(made, tmp_path)
+    run = next(level.run for level in levels if level.run.is_larger and level.margin < 0)
+    found = narrowed(run, divergence.model, divergence.reference, QNN)
+    assert set(found.far) == names
+    assert all(0.9 * least < far.low < 1.2 * least < far.high for far in found.far.values())
+    right = next(level.run for level in levels if level.run.is_larger and level.margin >= 0)
+    assert narrowed(right, divergence.model, divergence.reference, QNN) is right
 
 
 SATURATING = """(float[8, 512] x) => (float[8, 1] y) <float k = {9000}, int64[1] axes = {1}> {
