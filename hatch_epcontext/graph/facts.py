@@ -99,7 +99,8 @@ class Range:
     ``known``: whether the graph shows them; otherwise nothing bounds the input, and the range is a guess.
     ``usual``: the value in normal use, such as 1 in a mask or the whole length; None if any value is as good.
     ``whole``: whether the graph uses the values as integers, whatever their dtype.
-    ``far``: other values that it may have. ``sound``: whether these are floats along one long axis.
+    ``far``: other values that it may have. ``sound``: whether these are floats along one long axis;
+    ``picture``: whether they are an image's.
     ``floats``: how integers become floats, if they do. ``loose``: whether other integers are also accepted,
     although these are known. ``reach``: how large a graph with such constants expects values to be; 0 if
     nothing shows it. ``thresholds``: numbers with which floats are compared, in order. ``signed``: whether
@@ -125,6 +126,7 @@ class Range:
     least: float = 0.0
     shifted: float = 0.0
     squared: bool = False
+    picture: bool = False
 
     @property
     def is_firm(self) -> bool:

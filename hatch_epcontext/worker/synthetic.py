@@ -58,14 +58,15 @@ class Pattern:
         return self.level / 100 if self.signal == "decay" else self.level
 
     def suits(self, ranges: Iterable[Range]) -> bool:
-        """Whether an app can have such inputs with these ``ranges``: not pictures of one colour, nor sound at
-        full scale.
+        """Whether an app can have such inputs with these ``ranges``: not pictures without structure, nor
+        sound at full scale.
         """
         varying = [range_ for range_ in ranges if range_.usual is None and not range_.whole]
         signals = [range_ for range_ in varying if range_.is_open]
         is_full = self.level >= 1 and self.signal not in _NOISES
         is_loud = is_full and any(range_.sound for range_ in signals)
         is_flat = len(signals) < len(varying) and self.picture in _ONE_COLOUR
+        is_flat |= self.picture not in _STRUCTURED and any(range_.picture for range_ in varying)
         return (self.usual or not signals) and not (is_loud or is_flat)
 
     def nature(self, ranges: Iterable[Range]) -> str:
@@ -334,6 +335,9 @@ _PICTURES: Mapping[str, _Picture] = {
 """Shares, from 0 to 1, of a range of floats that the graph bounds."""
 
 _ONE_COLOUR = frozenset({"black", "white", "grey", "nearly black"})
+
+_STRUCTURED = frozenset({"random", "clouds", "checkers", "text", "other clouds"})
+"""Those that an image can be: they have edges, or structure of all sizes, but for one of noise."""
 
 _Ids = Callable[[_Shape, int, int, np.random.Generator], NDArray[np.int64]]
 

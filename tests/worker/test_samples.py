@@ -138,6 +138,19 @@ def test_what_the_graph_bounds_is_usual_and_within_its_range() -> None:
         assert -1 <= x.min() <= x.max() <= 6
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_picture_without_structure_is_not_usual(known: bool) -> None:
+    x = TensorFacts("x", "float32", (1, 3, 16, 16))
+    found = fed([x], {"x": Range(0, 255, known, picture=True)})
+    usual = {each.nature for each in found if each.usual}
+    assert usual == {"random", "clouds", "checkers", "text", "other clouds"}
+    unusual = {each.nature for each in found if not each.usual}
+    assert {"white", "gradient", "spot", "dark noise", "half noise"} <= unusual
+    # As of a mask.
+    bounded = fed([x], {"x": Range(0, 1, known)})
+    assert {"gradient", "half noise"} <= {each.nature for each in bounded if each.usual}
+
+
 def test_ids_have_the_special_tokens() -> None:
     found = fed([I], {"i": Range(0, 999, known=True, whole=True)})
     by_nature = {each.nature: each.feeds["i"].tolist() for each in found}

@@ -280,7 +280,7 @@ def _open_range(facts: TensorFacts, reached: Sequence[Bound]) -> Range:
     """The range of floats that nothing bounds."""
     images = [bound.high for bound in reached if bound.kind == "image"]
     if images and looks_like_image(facts):
-        return Range(0.0, min(images), known=False)
+        return Range(0.0, min(images), known=False, picture=True)
     if is_scale(facts) and any(bound.kind == "factor" for bound in reached):
         return Range(0.5, 1.5, known=False, usual=1.0)
     for bound in reached:

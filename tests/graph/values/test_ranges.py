@@ -250,7 +250,9 @@ def test_images_are_not_negative(shape: list[int], factor: float, high: float | 
         factor=np.array(factor, np.float32),
         w=(4, shape[1], 3, 3),
     )
-    expected = Range(-8, 8, known=False) if high is None else Range(0, high, known=False)
+    expected = (
+        Range(-8, 8, known=False) if high is None else Range(0, high, known=False, picture=True)
+    )
     assert found["x"] == expected
 
 
@@ -276,7 +278,7 @@ def test_filters_that_make_little_of_an_image_are_for_bytes(
         factor=np.array(factor, np.float32),
         w=filters.astype(np.float32),
     )
-    assert found["x"] == Range(0, high, known=False)
+    assert found["x"] == Range(0, high, known=False, picture=True)
 
 
 def test_integers_that_nothing_bounds_are_bytes() -> None:
