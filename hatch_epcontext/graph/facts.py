@@ -20,6 +20,17 @@ PROTOBUF_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True)
+class Cost:
+    """About what a run of a graph computes: its ``nodes``, of which a recurrent layer counts as many for
+    each time step; the ``multiply_adds``; and the ``values`` of the results of all nodes.
+    """
+
+    nodes: int = 0
+    multiply_adds: int = 0
+    values: int = 0
+
+
+@dataclass(frozen=True)
 class TensorFacts:
     """An input or output: ``dtype`` is NumPy's name (``"float32"``), or ONNX's where NumPy has none.
 

@@ -186,6 +186,7 @@ class _JobRun:
                     return outcome, search
                 else:
                     self._store(outcome.attempt)
+                    self._name(search, outcome.attempt.recipe)
                     validated = self._validate(search, outcome.attempt, folder, outcome.to_beat)
                     search = search.adding(validated)
         finally:
@@ -198,12 +199,9 @@ class _JobRun:
         key = artifact_key(self._key, recipe)
         if known := self._load(key):
             return Attempt(recipe, known, day=self._build.day)
-        workers, location = self._build.workers, self._job.location
-        if number := len(search.attempts):
-            # The first one needs no name.
-            line = workers.recipes[location] = f"recipe {number + 1}: {recipe.name}"
-            if time.monotonic() > self._start + _ANNOUNCED:
-                workers.report(f"{location}: {line} (until now: {best_note(search)}) ...")
+        if (line := self._name(search, recipe)) and time.monotonic() > self._start + _ANNOUNCED:
+            until_now = f"(until now: {best_note(search)})"
+            self._build.workers.report(f"{self._job.location}: {line} {until_now} ...")
         folder = self._build.scratch("artifact")
         with self._files_unchanged():
             attempt = self._steps.attempt(recipe.job_of(self._job), recipe, folder)
@@ -216,6 +214,14 @@ class _JobRun:
             return attempt
         # What was compared before compiling depends on the inputs and the tolerance.
         return replace(attempt, comparisons=search.terms.comparisons)
+
+    def _name(self, search: Search, recipe: Recipe) -> str:
+        """How progress names ``recipe`` from now on; the first one of ``search`` needs no name."""
+        names, location = self._build.workers.recipes, self._job.location
+        recipes = [attempt.recipe for attempt in search.attempts]
+        number = recipes.index(recipe) if recipe in recipes else len(recipes)
+        names[location] = f"recipe {number + 1}: {recipe.name}" if number else ""
+        return names[location]
 
     def _store(self, attempt: Attempt) -> None:
         """Store the artifact of ``attempt``, if it may be shipped and this build has compiled it."""

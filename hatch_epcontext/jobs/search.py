@@ -29,7 +29,7 @@ from hatch_epcontext.worker.results import (
     Validation,
 )
 
-_PATIENCE, _SHORT = 4.0, 30.0
+_PATIENCE, _SHORT = 4.0, 10.0
 """How many times longer than compiling and one run a search goes on although a result may be shipped; and the
 seconds that it may always take. Both by estimate: two builds decide the same.
 """
@@ -45,7 +45,7 @@ class Verdict:
     It is sensitive if other inputs may differ, and beaten if another recipe is as near. ``in_format``:
     whether an emulation of the number format shows why; ``gap``: the decibels by which a run is worse than
     its emulation; ``in_layers``: whether layers have inexact kernels; ``unusual``: for how many samples that
-    an app may never have they differ.
+    an app may never have they differ; ``sample``: the name of the one in which the target is worst.
     """
 
     status: Literal["agrees", "sensitive", "beaten", "differs", "not-run"]
@@ -54,6 +54,7 @@ class Verdict:
     in_format: bool = False
     in_layers: bool = False
     unusual: int = 0
+    sample: str = ""
 
     @property
     def agrees(self) -> bool:
@@ -72,8 +73,8 @@ class Verdict:
 
     @property
     def nearness(self) -> Nearness:
-        """Its margin and gap."""
-        return Nearness(self.margin, self.gap)
+        """Its margin and gap, and the worst sample."""
+        return Nearness(self.margin, self.gap, self.sample)
 
     def is_worth(self, other: Verdict) -> bool:
         """Whether outputs are so much nearer than in ``other``, which does not agree, or right for so many
@@ -211,6 +212,7 @@ def _verdict_of(validated: Collection[Validated]) -> Verdict | None:
         in_format=bool(unusual) or any(emulation.in_format for emulation in emulations),
         in_layers=any(emulation.inexact for emulation in emulations),
         unusual=unusual,
+        sample=min(validated, key=lambda one: one.validation.margin).worst,
     )
 
 
@@ -318,7 +320,7 @@ class Search:
         ):
             number = runs or (validated[context.model].runs if context.model in validated else 0)
             seconds += _COMPILING * preparation.nodes
-            seconds += number * provider.seconds_of_run(preparation.multiply_adds)
+            seconds += number * provider.seconds_of_run(preparation.cost)
         return seconds
 
     def differences(self, attempt: Attempt) -> tuple[Problem, ...]:

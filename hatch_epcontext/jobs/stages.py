@@ -113,8 +113,7 @@ class _Form:
     @property
     def candidates(self) -> list[Attempt]:
         """The attempts that may win, before the model is compiled in other ways, the best first."""
-        enough = self.enough("prepare", "cover", "correct")
-        return sorted(enough, key=lambda attempt: attempt.quality, reverse=True)
+        return _best(self.search, self.all("prepare", "cover", "correct"))[1]
 
 
 def _leaves_nodes(form: _Form) -> bool:
@@ -375,21 +374,25 @@ def _next(search: Search, *, is_spent: bool) -> Try | Won | Lost:
         whole = (attempt for attempt in attempts if attempt.is_whole)
         if any(not _verdict(search, attempt).loses for attempt in whole):
             break
-    winner = _best(search, attempts)
+    winner, _ = _best(search, attempts)
     return Won(winner) if winner else Lost(attempts)
 
 
-def _best(search: Search, attempts: Iterable[Attempt]) -> Attempt | None:
-    """The nearest to the CPU of the ``attempts`` that cover most; None if all of these differ."""
+def _best(search: Search, attempts: Iterable[Attempt]) -> tuple[Attempt | None, list[Attempt]]:
+    """The nearest to the CPU of the ``attempts`` that cover most; None if all of these differ. And those that
+    were asked for that, the best coverage first: what covers less only if all before it differ.
+    """
     enough = filter(search.is_enough, attempts)
     best: Attempt | None = None
+    asked: list[Attempt] = []
     for attempt in sorted(enough, key=lambda attempt: attempt.quality, reverse=True):
         if best and _covers_less(attempt, best):
             break
+        asked.append(attempt)
         verdict = _verdict(search, attempt)
         if not verdict.loses and (best is None or verdict.is_worth(_verdict(search, best))):
             best = attempt
-    return best
+    return best, asked
 
 
 def _covers_less(attempt: Attempt, best: Attempt) -> bool:

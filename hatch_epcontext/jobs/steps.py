@@ -185,7 +185,7 @@ class Steps:
             # It was compared before without these, which may make it slower.
             is_brief=bool(record.recipe.last_corrections or record.recipe.left),
         )
-        run = target.provider.seconds_of_run(record.preparations[index].multiply_adds)
+        run = target.provider.seconds_of_run(record.preparations[index].cost)
         purpose = self._purpose(job, record.recipe, "run")
 
         def call(request: ValidateRequest) -> Validated:
@@ -286,7 +286,7 @@ class Steps:
     def _announce(self, job: Job, prepared: Prepared, seconds: float) -> None:
         """Say how long a recipe takes if that is long; ``seconds``: the model took to prepare."""
         workers, provider = self.build.workers, job.target.provider
-        run = provider.seconds_of_run(prepared.preparation.multiply_adds)
+        run = provider.seconds_of_run(prepared.preparation.cost)
         if run >= _LONG:
             # To compile and to emulate take about as long as to prepare.
             total = 3 * seconds + run

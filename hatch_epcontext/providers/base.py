@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import Limits
+from hatch_epcontext.graph.facts import Cost, Limits
 from hatch_epcontext.graph.number_format import NumberFormat, RewriteName
 from hatch_epcontext.providers.option import Option
 
@@ -221,8 +221,9 @@ class Provider:
     """The libraries in the package of ``plugin`` with which a build machine simulates the device, on all
     cores. They are slow to load, and forks share them."""
 
-    simulator_speed: float = 0.0
-    """About how many multiply-adds of a model it simulates in a second; 0 without a simulator."""
+    simulator_speed: Cost | None = None
+    """About how many nodes, multiply-adds or values of a model it simulates in a second; None without a
+    simulator."""
 
     name_fact: str = "Description"
     """The fact of a device that is the chip's name; by default the one that ONNX Runtime adds on Windows."""
@@ -355,9 +356,15 @@ class Provider:
         """The format to which it rounds floats; None if it computes in float32, or if that is unknown."""
         return None
 
-    def seconds_of_run(self, multiply_adds: int) -> float:
-        """About how long the simulator runs a model that needs so many ``multiply_adds``; 0 without one."""
-        return multiply_adds / self.simulator_speed if self.simulator_speed else 0.0
+    def seconds_of_run(self, cost: Cost) -> float:
+        """About how long the simulator runs a model of this ``cost``; 0 without one."""
+        if (speed := self.simulator_speed) is None:
+            return 0.0
+        return (
+            cost.nodes / speed.nodes
+            + cost.multiply_adds / speed.multiply_adds
+            + cost.values / speed.values
+        )
 
     def implied(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
         """The options that follow from the ``device`` and from ``options``, which win over them."""

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 
-from hatch_epcontext.graph.facts import Limits
+from hatch_epcontext.graph.facts import Cost, Limits
 from hatch_epcontext.graph.number_format import (
     BFLOAT16,
     FLOAT16,
@@ -277,8 +277,8 @@ class Qnn(Provider):
     # Seen with onnxruntime-qnn 2.7.0, under Wine: 0xC0000409. Contexts inside the model load.
     needs_code_page = True
     simulator = ("libQnnSystem.so", "libQnnHtp.so")
-    # Measured on two cores: 1e9 for a U-Net, 2e8 for a detector and an encoder with int8 weights.
-    simulator_speed = 3e8
+    # Measured on one core with 34 models of 1 ms to 14 s: most take a third of that to three times as long.
+    simulator_speed = Cost(nodes=4_000, multiply_adds=2 * 10**9, values=10**7)
     chips = _CHIPS
     chip_options = frozenset({"soc_model", "htp_arch", "vtcm_mb"})
     # Of Linux: "socinfo" in drivers/soc/qcom.

@@ -21,7 +21,7 @@ from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.batch.follow import batch_of_outputs
 from hatch_epcontext.graph.branches import Branching, branchings
-from hatch_epcontext.graph.cost import multiply_adds
+from hatch_epcontext.graph.cost import cost
 from hatch_epcontext.graph.dequantize import dequantize, is_quantized
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.external import load_whole, save_whole
@@ -100,7 +100,8 @@ def reference(
         if folded is None:
             folded = typed_graph(fixed, model)
         # Sizes that the model computes itself are known only once they are folded.
-        cost = max(multiply_adds(typed), multiply_adds(folded))
+        plain, needs = cost(typed), cost(folded)
+        needs = replace(needs, multiply_adds=max(plain.multiply_adds, needs.multiply_adds))
         parts = [*branchings(fixed.graph, folded)]
         deciders = tuple(dict.fromkeys(part.condition for part in parts if part.condition))
         fed = {tensor.name for tensor in inputs}
@@ -109,14 +110,14 @@ def reference(
         ranges = ranges_for(folded, inputs, model)
         names = [value.name for value in fixed.graph.output]
         for most in (MANY,) if emulated else (SOME, MANY):
-            feeds = samples_of(inputs, model, ranges, cost, states, most)
+            feeds = samples_of(inputs, model, ranges, needs.multiply_adds, states, most)
             announce("running the source model on the CPU")
             runs = run_samples(cpu.run, feeds, synthetic=synthetic)
             if all(tells(name, runs) for name in names):
                 break
         outputs = output_facts(typed, chosen.reads, opset) | output_facts(folded, names, opset)
         random = cpu.random(runs[0])
-        has_batch = all(tensor.is_fixed for tensor in inputs) and cost < _SLOW
+        has_batch = all(tensor.is_fixed for tensor in inputs) and needs.multiply_adds < _SLOW
         batch = cpu.batch(runs) if has_batch else {}
         runs = _choose(runs, outputs, deciders, synthetic=synthetic)
         rounding = recomputed(fixed.graph, states)
@@ -125,7 +126,7 @@ def reference(
     if synthetic:
         reasons = dict(_untaken(runs, parts)) | reasons
     outputs = _with_behaviour(outputs, states, random, reasons)
-    facts = Facts(states, outputs, chosen, is_lasting, None, batch, ranges, deciders, cost)
+    facts = Facts(states, outputs, chosen, is_lasting, None, batch, ranges, deciders, needs)
     return Reference(tuple(runs), facts)
 
 

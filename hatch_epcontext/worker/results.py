@@ -13,7 +13,7 @@ from typing import Literal
 
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import NodeFacts, TensorFacts
+from hatch_epcontext.graph.facts import Cost, NodeFacts, TensorFacts
 
 Simplifier = Literal["onnxruntime", "onnxslim", "none"]
 
@@ -47,7 +47,7 @@ class Preparation:
     ``precision``: how its numbers were changed, in words.
     ``rewrites``: what was rewritten; ``replaced``: how many nodes these replaced.
     ``options``: those with which the EP compiles more nodes.
-    ``multiply_adds``: about how many a run of the source needs; 0 if it was not compared.
+    ``cost``: about what a run of the source computes; nothing if it was not compared.
     """
 
     simplifier: Simplifier
@@ -58,7 +58,7 @@ class Preparation:
     rewrites: tuple[str, ...] = ()
     replaced: int = 0
     options: tuple[str, ...] = ()
-    multiply_adds: int = 0
+    cost: Cost = Cost()
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,13 @@ NOTHING = -1000.0
 class Nearness:
     """How near results are to the CPU's: ``margin`` in decibels above the limits, negative beyond them.
 
-    ``gap``: the decibels by which a run is worse than its emulation.
+    ``gap``: the decibels by which a run is worse than its emulation. ``sample``: the name of the one in which
+    the target is worst, if that is known.
     """
 
     margin: float = math.inf
     gap: float = 0.0
+    sample: str = ""
 
     def is_worth(self, other: Nearness) -> bool:
         """Whether it is so much nearer than ``other`` that changes pay."""
@@ -393,6 +395,7 @@ class Validated:
     ``is_accident``: whether another build may run it, although this one could not. ``runs``: how often the
     target ran it. ``beaten``: whether it ended early, because another recipe is as near. ``unusual``: the
     number of samples that an app may never have that differ, or would differ in the EP's number format.
+    ``worst``: the name of the usual sample in which the target is worst, if it ran any that is emulated.
     """
 
     validation: Validation
@@ -403,3 +406,4 @@ class Validated:
     runs: int = 0
     beaten: bool = False
     unusual: int = 0
+    worst: str = ""

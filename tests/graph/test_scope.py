@@ -6,7 +6,8 @@ import pytest
 from onnx import TensorProto
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.cost import multiply_adds
+from hatch_epcontext.graph.cost import cost
+from hatch_epcontext.graph.facts import Cost
 from hatch_epcontext.graph.operators import MOVES
 from hatch_epcontext.graph.scope import Scope
 from tests.models import parsed
@@ -103,7 +104,7 @@ def test_the_origin_of_a_value_is_above_all_nodes_that_only_move_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "given", "stored", "cost"),
+    ("body", "given", "stored", "number"),
     [
         ("y = MatMul(x, w)", "float[4, 8] x", "float[8, 16] w", 4 * 16 * 8),
         ("y = Gemm<transA = 1>(x, w)", "float[8, 4] x", "float[8, 16] w", 4 * 16 * 8),
@@ -119,7 +120,7 @@ def test_the_origin_of_a_value_is_above_all_nodes_that_only_move_it() -> None:
     ],
 )
 def test_a_product_counts_for_each_of_its_terms(
-    body: str, given: str, stored: str, cost: int
+    body: str, given: str, stored: str, number: int
 ) -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]>'
@@ -127,7 +128,23 @@ def test_a_product_counts_for_each_of_its_terms(
     )
     del model.graph.output[0].type.tensor_type.shape.dim[:]
     model.graph.output[0].type.tensor_type.ClearField("shape")
-    assert multiply_adds(graph.inferred(model)) == cost
+    assert cost(graph.inferred(model)).multiply_adds == number
+
+
+@pytest.mark.parametrize(
+    ("attributes", "steps"), [("", 5), ('direction = "bidirectional", ', 10), ("layout = 1, ", 3)]
+)
+def test_each_time_step_of_a_recurrent_layer_counts_as_several_nodes(
+    attributes: str, steps: int
+) -> None:
+    made = parsed(
+        f"(float[5, 3, 2] x) => (float[5, 1, 3, 8] y) {{ y = GRU <{attributes}hidden_size = 8> (x, w, r) "
+        "}",
+        w=(1, 24, 2),
+        r=(1, 24, 8),
+        check=False,
+    )
+    assert cost(made.graph).nodes == 10 * steps
 
 
 def test_what_is_inside_of_nodes_counts_and_unknown_sizes_are_one() -> None:
@@ -137,7 +154,7 @@ def test_what_is_inside_of_nodes_counts_and_unknown_sizes_are_one() -> None:
         "y = If (c) <then_branch = one () => (float[n, 8] a) { a = Relu(x) }, "
         "else_branch = two () => (float[n, 8] b) { b = Neg(x) }> }"
     )
-    assert multiply_adds(model.graph) == 8 + 8 + 8
+    assert cost(model.graph) == Cost(nodes=3, multiply_adds=8 + 8 + 8, values=8 + 8 + 8)
 
 
 def test_values_of_stored_tensors_that_are_listed_as_inputs_depend_on_none() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.files import FileRecord
-from hatch_epcontext.graph.facts import NodeFacts
+from hatch_epcontext.graph.facts import Cost, NodeFacts
 from hatch_epcontext.graph.number_format import FOR_KERNELS, FOR_RANGES, WHOLE
 from hatch_epcontext.jobs.failure import failure
 from hatch_epcontext.jobs.notes import notes
@@ -56,6 +56,11 @@ NOTHING = Stop("change")
 def leaves(*operators: str) -> Stop:
     return Stop("prepare", control_flow=operators)
 
+
+SPEED = PROVIDERS["qnn"].simulator_speed
+assert SPEED is not None
+SIMULATED = SPEED.nodes
+"""The nodes that the simulator runs in a second."""
 
 MORE = PROVIDERS["qnn"].more_coverage
 assert MORE is not None
@@ -162,7 +167,7 @@ class Ep:
             recipe.simplifier,
             *(9, 9),
             rewrites=tuple(c.kind for c in recipe.changes),
-            multiply_adds=self.seconds * int(PROVIDERS["qnn"].simulator_speed),
+            cost=Cost(self.seconds * SIMULATED),
         )
         contexts = (Context("a", "a.onnx", (), (), coverage),)
         files = {"a.onnx": FileRecord(1, "")}
@@ -498,6 +503,25 @@ def test_what_differs_for_fewer_samples_far_from_the_ordinary_wins(
     ]
     assert search.winner is not None
     assert name_of(search.winner.recipe) == winner
+
+
+def test_what_covers_less_is_not_run_while_what_covers_more_may_win() -> None:
+    ep = Ep({"plain": ("If",), "rewrite": ()}, {"rewrite": sensitive(4)})
+    winner = ep.winner(search_for(min_coverage=0.5))
+    assert winner is not None
+    assert (name_of(winner.recipe), ep.validated) == ("rewrite", ["rewrite"])
+
+
+def test_the_next_validation_knows_the_sample_in_which_the_best_one_is_worst() -> None:
+    ep = Ep({"plain": (), "ranges": ()}, {"plain": sensitive(3), "ranges": sensitive(4)})
+    search = ep.finish(search_for())
+    first, second = (attempt for attempt in search.attempts if attempt.record)
+    ran = {COMPARED: Validated(sensitive(3), worst="16 frames")}
+    search = search.adding(replace(first, validated=ran)).adding(replace(second, validated={}))
+    outcome = next_recipe(replace(search, winners={}))
+    assert isinstance(outcome, Validate)
+    assert outcome.to_beat is not None
+    assert (outcome.to_beat.margin, outcome.to_beat.sample) == (3, "16 frames")
 
 
 def test_what_is_beaten_is_not_shipped_and_noted() -> None:

@@ -15,6 +15,7 @@ from hatch_epcontext.graph import external, graph
 from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.constants import fold_constants, has_constants
 from hatch_epcontext.graph.dequantize import static_format
+from hatch_epcontext.graph.facts import Cost
 from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.rewrites import unrolls
 from hatch_epcontext.graph.rewrites.precise import applicable
@@ -92,7 +93,7 @@ def handle(request: PrepareRequest) -> Prepared:
         len(graph.compute_nodes(prepared.graph)),
         graph.control_flow(prepared.graph),
         precision,
-        multiply_adds=expected.facts.multiply_adds if expected else 0,
+        cost=expected.facts.cost if expected else Cost(),
     )
     return Prepared(
         preparation,

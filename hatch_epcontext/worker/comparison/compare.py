@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import onnxruntime as ort
 
@@ -43,7 +44,7 @@ class Comparison:
     """The worst agreement of each output in the ``samples`` that were run, or those of the ``difference``.
 
     ``unusual``: differences for inputs that an app may never have; ``agreed``: the runs that agree, and
-    ``levels``: those of ordinary ones, if some were emulated. ``runs``: how often the target ran;
+    ``levels``: those of usual ones. ``runs``: how often the target ran;
     ``beaten``: whether the other runs cannot make it worth more than what is to be beaten.
     """
 
@@ -68,15 +69,18 @@ def compare_runs(
 ) -> Comparison:
     """Run ``session`` on ``runs`` of the ``reference``, by default on those for a target.
 
-    It ends with the first difference that counts, or once it is not worth more than ``to_beat``. Of larger
-    floats ``runs`` has the smallest first, and of those beside an offset the largest differences.
-    ``emulated``: the levels in its number format: once two runs are compared, and one of chosen ones is as
-    near as these, the others are not run. ``report`` gets the sample before each run.
+    It ends with the first difference that counts, or with the first frame after which it is not worth more
+    than ``to_beat``, whose worst sample comes first. Of larger floats ``runs`` has the smallest first, and of
+    those beside an offset the largest differences. ``emulated``: the levels in its number format: once two
+    runs are compared, and one of chosen ones is as near as these, the others are not run. ``report`` gets the
+    sample before each run.
     """
     result, compared, taken = Comparison(), list[Agreement](), set[Side]()
     has_own_runs, is_enough = runs is not None, False
     if runs is None:
         runs = [run for run in reference.runs if run.on_target]
+    if to_beat is not None:
+        runs = sorted(runs, key=lambda run: run.name != to_beat.sample)
     for run in runs:
         new = sides(run, reference.facts.deciders) - taken
         if not new and _adds_nothing(run, result, is_enough=is_enough):
@@ -85,8 +89,10 @@ def compare_runs(
         names = (*result.samples, run.name)
         if report is not None:
             report(f"for the sample {run.name!r}, {len(names)} of {len(runs)}")
-        agreeing, difference = _compare_run(session, reference, run, limits)
-        ran = len(run.frames) if difference is None else difference.number + 1
+        frames = _compared(session, reference, run, limits)
+        is_beaten = partial(_is_beaten, compared, run, emulated, to_beat)
+        agreeing, difference, ran = _compare_run(frames, run, is_beaten)
+        beaten = is_beaten(agreeing)
         result = replace(result, samples=names, runs=result.runs + ran)
         if difference is not None:
             compared += agreeing
@@ -100,18 +106,14 @@ def compare_runs(
         if not run.usual:
             # It agrees: how nearly says nothing of usual values.
             continue
-        if emulated is not None:
-            level = replace(Level.of(run, agreeing, reference.facts, limits), ran=True)
-            result = replace(result, levels=(*result.levels, level))
-            gap = _gap(level, emulated, run)
-            agreeing = [replace(a, gap=gap) if a is level.nearest else a for a in agreeing]
-            if has_own_runs and run is not reference.runs[0]:
-                # The emulation of the runs that are left is nearer, and simulators are slow.
-                is_enough |= _is_as_emulated(level, emulated, runs)
-        compared += agreeing
-        if to_beat is not None and not nearness_of(compared).is_worth(to_beat):
-            result = replace(result, beaten=True)
-            break
+        compared += _with_gap(agreeing, run, emulated)
+        level = replace(Level.of(run, agreeing, reference.facts, limits), ran=True)
+        result = replace(result, levels=(*result.levels, level))
+        if emulated is not None and has_own_runs and run is not reference.runs[0]:
+            # The emulation of the runs that are left is nearer, and simulators are slow.
+            is_enough |= _is_as_emulated(level, emulated, runs)
+        if beaten:
+            return replace(result, agreements=worst_agreements(compared), beaten=True)
     return replace(result, agreements=worst_agreements(compared))
 
 
@@ -157,11 +159,37 @@ def _is_known(run: ReferenceRun, result: Comparison) -> bool:
     )
 
 
-def _gap(level: Level, emulated: Levels, run: ReferenceRun) -> float:
-    """By how many dB exact kernels could be nearer than ``level`` is for ``run``."""
+def _is_beaten(
+    before: Sequence[Agreement],
+    run: ReferenceRun,
+    emulated: Levels | None,
+    to_beat: Nearness | None,
+    agreeing: Sequence[Agreement],
+) -> bool:
+    """Whether no more frames can make results worth more than ``to_beat``, after those of other runs
+    ``before`` and the ``agreeing`` ones of ``run``: the margin only falls, and the gap only grows.
+    """
+    if to_beat is None or not run.usual:
+        return False
+    return not nearness_of([*before, *_with_gap(agreeing, run, emulated)]).is_worth(to_beat)
+
+
+def _with_gap(
+    agreements: Sequence[Agreement], run: ReferenceRun, emulated: Levels | None
+) -> Sequence[Agreement]:
+    """``agreements`` in frames of ``run``; the nearest to the limits with its gap."""
+    if emulated is None or not agreements:
+        return agreements
+    nearest = min(agreements, key=lambda agreement: agreement.above)
+    gap = _gap(nearest, emulated, run)
+    return [replace(a, gap=gap) if a is nearest else a for a in agreements]
+
+
+def _gap(nearest: Agreement, emulated: Levels, run: ReferenceRun) -> float:
+    """By how many dB exact kernels could be nearer than the ``nearest`` output for ``run``."""
     # Above that exact kernels gain nothing: it agrees, or the format leaves other samples less.
     reachable = SENSITIVE + GAIN if emulated.ordinary.margin >= SENSITIVE else SENSITIVE
-    return max(0.0, min(emulated.of(run).margin, reachable) - level.margin)
+    return max(0.0, min(emulated.of(run).margin, reachable) - nearest.above)
 
 
 def nearness_of(agreements: Iterable[Agreement]) -> Nearness:
@@ -172,15 +200,23 @@ def nearness_of(agreements: Iterable[Agreement]) -> Nearness:
 
 
 def _compare_run(
-    session: ort.InferenceSession, reference: Reference, run: ReferenceRun, limits: Tolerance
-) -> tuple[list[Agreement], Difference | None]:
-    """The agreements of ``session`` in the frames of ``run`` before the first difference, and that."""
+    frames: Iterator[list[Agreement]],
+    run: ReferenceRun,
+    is_beaten: Callable[[Sequence[Agreement]], bool],
+) -> tuple[list[Agreement], Difference | None, int]:
+    """The agreements in the ``frames`` of ``run`` before the first difference, and that, or until they are
+    beaten; and how many frames ran.
+    """
     agreeing: list[Agreement] = []
-    for number, agreements in enumerate(_compared(session, reference, run, limits)):
+    ran = 0
+    for agreements in frames:
+        ran += 1
         if any(agreement.differs for agreement in agreements):
-            return agreeing, Difference(tuple(agreements), run, number)
+            return agreeing, Difference(tuple(agreements), run, ran - 1), ran
         agreeing += agreements
-    return agreeing, None
+        if is_beaten(agreeing):
+            break
+    return agreeing, None, ran
 
 
 def _compared(

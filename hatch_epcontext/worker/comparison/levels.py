@@ -20,6 +20,9 @@ _MOST_FAR = 3
 _MOST_LARGER = 2
 """The most samples of larger floats that the target runs: it may be more exact than the emulation."""
 
+_SLOW = 0.5
+"""Seconds of a sample on a simulator from which it runs as few as possible."""
+
 _WORST = 3
 """The number of worst samples, of different natures, that the target runs."""
 
@@ -102,26 +105,29 @@ def choose(
     *,
     is_optimistic: bool = False,
     is_brief: bool = False,
+    seconds: float = 0.0,
 ) -> list[ReferenceRun]:
     """The first sample, and those that may differ on the target: for large models only the worst of them, and
     if it ``is_brief``, not the first.
 
     ``is_optimistic``: whether the emulation cannot show all that the target computes less exactly.
-    ``deciders``: as in `Facts`.
+    ``deciders``: as in `Facts`. ``seconds``: that a simulator runs one frame.
     """
     every, levels = levels, levels.ordinary
     first, *others = levels
     chosen = [first.run]
-    longest = max(
-        (level.run for level in others), key=lambda run: len(run.frames), default=first.run
-    )
-    if len(longest.frames) > 1:
+    sequences = [level for level in others if len(level.run.frames) > 1]
+    shortest = min((len(level.run.frames) for level in sequences), default=1)
+    is_slow = seconds * shortest >= _SLOW
+    if sequences:
         # The emulation does not show what kernels add to the states.
-        chosen.append(longest)
+        chosen.append(_slow_sequence(sequences, shortest) if is_slow else _longest(sequences))
     natures = {run.nature for run in chosen}
     # Each frame of a recurrent model is a run, and simulators run large models for long.
-    is_large = len(levels) <= FEW_SAMPLES and len(chosen) == 1
-    most = len(chosen) + (1 if is_large or len(chosen) > 1 else _WORST)
+    is_large = not sequences and (is_slow or len(levels) <= FEW_SAMPLES)
+    most = len(chosen)
+    if not (sequences and is_slow):
+        most += 1 if is_large or sequences else _WORST
     # Unusual samples come last: they only warn.
     for level in sorted(others, key=lambda level: (not level.run.usual, level.margin)):
         worth = level.snr < WORTH_RUNNING or is_optimistic
@@ -136,6 +142,17 @@ def choose(
     telling = with_branches(with_telling(chosen, runs), runs, deciders)
     far = _far(every, is_large=is_large)
     return [*telling, *(run for run in far if all(run is not other for other in telling))]
+
+
+def _longest(sequences: Iterable[Level]) -> ReferenceRun:
+    """The longest of ``sequences`` of frames."""
+    return max((level.run for level in sequences), key=lambda run: len(run.frames))
+
+
+def _slow_sequence(sequences: Iterable[Level], shortest: int) -> ReferenceRun:
+    """The worst one of the ``shortest`` of ``sequences``, if possible a usual one."""
+    short = [level for level in sequences if len(level.run.frames) == shortest]
+    return min(short, key=lambda level: (level.spare, level.margin)).run
 
 
 def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:

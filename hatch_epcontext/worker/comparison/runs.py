@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
-from hatch_epcontext.graph.facts import Range
+from hatch_epcontext.graph.facts import Cost, Range
 from hatch_epcontext.graph.selections import Selections
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import Elsewhere, OutputFacts, compare_values
@@ -49,7 +49,7 @@ class Facts:
     ``is_lasting``: whether states decay so slowly that errors in them add up. ``integers``: how near
     dynamic integers are to the float form, if that is the reference. ``batch``: see `Validated`.
     ``ranges``: of the inputs, if they are random. ``deciders``: the values that decide which branch runs.
-    ``multiply_adds``: about how many a run needs.
+    ``cost``: about what a run of the graph computes.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Facts:
     batch: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     ranges: Mapping[str, Range] = field(default_factory=dict)
     deciders: tuple[str, ...] = ()
-    multiply_adds: int = 0
+    cost: Cost = Cost()
 
     def of(self, output: str) -> OutputFacts:
         """What is known of ``output``."""

@@ -25,7 +25,13 @@ from hatch_epcontext.worker.comparison.emulation import (
 from hatch_epcontext.worker.comparison.levels import Levels, choose
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from hatch_epcontext.worker.reference import reference
-from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement, AgreementStatus, Emulation
+from hatch_epcontext.worker.results import (
+    FEW_SAMPLES,
+    Agreement,
+    AgreementStatus,
+    Emulation,
+    Nearness,
+)
 from hatch_epcontext.worker.session import cpu_options, open_session
 from tests.models import parsed, save
 from tests.worker.actions.test_compile import MODEL
@@ -217,6 +223,57 @@ def test_the_target_runs_the_worst_and_the_first_sample_of_a_large_model_or_only
     assert choose(few, is_brief=True) == [worst]
     well = Levels(emulated(layers(), tmp_path)[1][:FEW_SAMPLES])
     assert [run.name for run in choose(well)] == ["random"]
+
+
+def test_a_simulator_runs_few_frames_of_a_model_that_is_slow_there(tmp_path: Path) -> None:
+    levels = emulated(lstm(), tmp_path)[1]
+    first, longest, *_ = choose(levels, seconds=0.05)
+    assert (len(first.frames), len(longest.frames)) == (1, 16)
+    slow = [run for run in choose(levels, seconds=0.1) if not run.far]
+    assert [len(run.frames) for run in slow] == [1, 8]
+    short = [level for level in levels if len(level.run.frames) == 8 and level.run.usual]
+    assert levels.of(slow[1]).margin == min(level.margin for level in short)
+
+
+def test_a_simulator_runs_the_two_worst_samples_of_a_model_that_is_slow_there(
+    tmp_path: Path,
+) -> None:
+    levels = emulated(log_of_power(), tmp_path)[1]
+    few, slow = (
+        [run.name for run in choose(levels, seconds=seconds) if run.usual] for seconds in (0.4, 0.6)
+    )
+    assert (len(few), len(slow)) == (4, 2)
+    assert min(levels, key=lambda level: level.spare).run.name in slow
+
+
+def scaled(factor: float) -> onnx.ModelProto:
+    """Adds up an input, with a wrong ``factor``."""
+    return parsed(
+        "(float[1, 8] x, float[1, 8] s) => (float[1, 8] next) { k = Mul (x, f) next = Add (s, k) }",
+        f=np.float32(factor),
+    )
+
+
+@pytest.mark.parametrize(("to_beat", "frames"), [(Nearness(50), 1), (Nearness(10), 25)])
+def test_a_run_ends_with_the_frame_that_shows_that_it_is_beaten(
+    tmp_path: Path, to_beat: Nearness, frames: int
+) -> None:
+    table = ValidateTable(states={"s": "next"})
+    expected = emulated(scaled(1), tmp_path, validate=table)[0].reference
+    session = open_session(save(scaled(1.001), tmp_path / "b.onnx"), cpu_options())
+    runs = [run for run in expected.runs if len(run.frames) > 1][:2]
+    one = next(run for run in expected.runs if len(run.frames) == 1)
+    # It leaves 60 dB, 40 above the limit.
+    compared = compare_runs(session, expected, QNN, [*runs, one], to_beat=to_beat)
+    assert (compared.runs, compared.beaten) == (frames, frames == 1)
+
+
+def test_the_sample_that_is_worst_for_what_is_to_be_beaten_comes_first(tmp_path: Path) -> None:
+    expected = emulated(scaled(1), tmp_path)[0].reference
+    session = open_session(save(scaled(1.001), tmp_path / "b.onnx"), cpu_options())
+    runs = [run for run in expected.runs if run.usual][:3]
+    to_beat = Nearness(50, sample=runs[2].name)
+    assert compare_runs(session, expected, QNN, runs, to_beat=to_beat).samples == (runs[2].name,)
 
 
 def test_states_are_fed_back_in_the_format(tmp_path: Path) -> None:
