@@ -139,7 +139,7 @@ def narrowed(
     would take long.
     """
     larger = [name for name, far in run.far.items() if far.is_larger]
-    trials = 2 * (len(larger) + _HALVINGS) * reference.facts.multiply_adds
+    trials = 2 * (len(larger) + _HALVINGS) * reference.facts.cost.multiply_adds
     if len(run.frames) > 1 or run.candidates or trials > _MAX_TRIALS:
         return run
     exact = _session(model.prepared, reference)
