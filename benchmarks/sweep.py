@@ -630,7 +630,8 @@ def _integers() -> Iterator[Case]:
             for to in (TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64):
                 yield Case(f"y = Cast<to={to}>(x)", x, of, result=to)
             yield Case("b = Cast<to=9>(x); y = Cast<to=1>(b)", x, of)
-            for nodes in () if "large" in name else ("y = Div(f, 255)", "y = Sub(f, 100)"):
+            small = ("y = Div(f, 255)", "y = Sub(f, 100)")
+            for nodes in ("y = Div(f, 16384)",) if "large" in name else small:
                 yield Case(f"f = Cast<to=1>(x); {nodes}", x, of)
     image = np.arange(192).reshape(1, 8, 8, 3)
     kernel = {"kernel": _rounded(np.random.default_rng(6).normal(size=(4, 3, 3, 3)))}

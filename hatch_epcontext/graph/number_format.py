@@ -17,6 +17,7 @@ RewriteName = Literal[
     "int64-outputs",
     "pool-padding",
     "variance",
+    "split-integers",
     "log-power",
     "log-floor",
     "log-sum-exp",
@@ -42,6 +43,8 @@ WHOLE: tuple[RewriteName, ...] = (
 
 ALWAYS: tuple[RewriteName, ...] = (
     *("square", "mean", "clip-inputs", "int64-outputs", "pool-padding", "variance"),
+    # Before remainders are rewritten, from which no range can be read.
+    "split-integers",
     *WHOLE,
 )
 """The rewrites that lose nothing, and are applied to every model with such a fault."""

@@ -174,6 +174,9 @@ def _of_integers() -> Iterator[Fault]:
     yield Fault("Cast", text, "truth", 0, least, -1, whole=True)
     text = "to floats makes 1 of most bytes (uint8)"
     yield Fault("Cast", text, "bytes", 0, 0, 255, whole=True)
+    text = "to floats ends at 131008, also where a result of larger integers is small"
+    for low, high in ((least, -_LIMIT), (_LIMIT, largest)):
+        yield Fault("Cast", text, "split-integers", 0, low, high, whole=True)
     for operator in ("GatherElements", "ScatterElements", "ScatterND"):
         text = "does not count negative indices from the end, unless they are stored"
         yield Fault(operator, text, "indices", 1, least, -1, whole=True)

@@ -81,6 +81,7 @@ def test_one_name_of_a_rewrite_stands_for_one_operator_or_for_fused_ones() -> No
         ("modulo", "Mod"),
         ("truth", "Cast"),
         ("bytes", "Cast"),
+        ("split-integers", "Cast"),
         ("indices", "GatherElements"),
         ("indices", "ScatterElements"),
         ("indices", "ScatterND"),

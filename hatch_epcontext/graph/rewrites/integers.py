@@ -27,8 +27,11 @@ _WHERE_REPEATS = 4
 _MAX_OF_MODULO = 1024
 """Up to here all remainders are right; QNN computes those of larger integers as floats of 11 bits."""
 
-_LARGEST_DIVISOR = 2.0**14
-"""Behind this one QNN's quotients are 0, unless the divisor is a single stored number."""
+_LARGEST_DIVISOR, _LARGEST_NUMBER = 2.0**14, 65504.0
+"""Behind these QNN's quotients are 0: that of several divisors, and that of a single stored number."""
+
+_FIRST_FACTOR = 2.0**-12
+"""Reciprocals of larger divisors have few bits in float16: they become two factors."""
 
 
 def _dtype(node: onnx.NodeProto, operand: int, scope: Scope) -> np.dtype[Any] | None:
@@ -183,17 +186,21 @@ def _swap(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _has_large_divisors(node: onnx.NodeProto, scope: Scope) -> bool:
-    """Whether a Div has several stored float32 divisors, of which some are large."""
+    """Whether a Div has stored float32 divisors, of which some are large."""
     divisors = scope.constant(graph.operand(node, 1))
-    if divisors is None or divisors.dtype != np.float32 or divisors.size < 2:
+    if divisors is None or divisors.dtype != np.float32:
         return False
-    return bool((np.abs(divisors) > _LARGEST_DIVISOR).any() and divisors.all())
+    largest = _LARGEST_NUMBER if divisors.size == 1 else _LARGEST_DIVISOR
+    return bool((np.abs(divisors) > largest).any() and divisors.all())
 
 
 def _multiply(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The product with the reciprocals."""
-    divisors = scope.stored_values(node.input[1])
-    return [builder.add("Mul", node.input[0], builder.store(np.reciprocal(divisors)))]
+    value, divisors = node.input[0], scope.stored_values(node.input[1])
+    if (np.abs(divisors) > _LARGEST_DIVISOR).all():
+        value = builder.add("Mul", value, builder.number(_FIRST_FACTOR))
+        divisors = divisors * np.float32(_FIRST_FACTOR)
+    return [builder.add("Mul", value, builder.store(np.reciprocal(divisors)))]
 
 
 def _repeats(node: onnx.NodeProto, scope: Scope) -> bool:

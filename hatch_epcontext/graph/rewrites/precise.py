@@ -18,7 +18,7 @@ import onnx
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Rule
 from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, FUSING, RewriteName
-from hatch_epcontext.graph.rewrites import integers
+from hatch_epcontext.graph.rewrites import integers, scaling
 from hatch_epcontext.graph.rewrites.pools import is_padded_unevenly, pad_before
 from hatch_epcontext.graph.rewriting import Applies, Rewrite, rewrites
 from hatch_epcontext.graph.scope import Scope, Types
@@ -481,6 +481,7 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
     "floor": (_floor, ("Exp", "Mish", "Softplus"), None),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh"), None),
     **integers.RULES,
+    **scaling.RULES,
 }
 
 PRECISE: Mapping[RewriteName, Rewrite] = {
@@ -495,6 +496,7 @@ _BESIDE: Mapping[RewriteName, frozenset[str]] = {
     "hard-swish": frozenset({"HardSigmoid"}),
     "log-sum-exp": frozenset({"Exp", "ReduceSum"}),
     "mean": frozenset({"ReduceSum"}),
+    "split-integers": frozenset({"Cast"}),
     "variance": frozenset({"ReduceMean"}),
 }
 """The other operators of what some rewrites change."""

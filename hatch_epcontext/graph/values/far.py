@@ -16,6 +16,7 @@ import onnx
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Numbers, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Far, InFloats, Range, TensorFacts
+from hatch_epcontext.graph.values.affine import scales
 from hatch_epcontext.graph.values.conventions import DEVIATIONS, looks_like_image, looks_like_sound
 from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms, ends
 
@@ -215,8 +216,11 @@ class UsesOfInputs:
         elif operator in _INDEXED:
             self._add_indices(node)
         elif operator == "Cast" and graph.attribute(node, "to", 0) in _FLOATS:
+            # What is split has an end only in what it is scaled to.
+            factor = max((float(np.abs(of).max()) for of in scales(node, self.scope)), default=1.0)
             for term in self._numbers(node.input[0]):
-                floats = InFloats(term.scale, term.offset, term.several)
+                scaled = term.times(factor)
+                floats = InFloats(scaled.scale, scaled.offset, term.several)
                 self.of[term.input].floats = floats
         elif operator in _PERIODIC:
             self._add_turn(node)

@@ -179,6 +179,10 @@ CORRECTED: Mapping[str, Variants] = {
     },
     "scaled-square": reducing("a = Mul (x, x)", "ReduceMean", "c = Add (b, half) y = Sqrt (c)"),
     "unfuse-activation": {7: f"{X} <{NUMBERS}> {{ a = Add (x, two) y = Tanh (a) }}"},
+    "split-integers": {
+        7: """(int32[2, 3] x) => (float[2, 3] y) <float k = {0.001}, float m = {3000}>
+        { f = Cast <to = 1> (x) d = Sub (f, m) y = Mul (d, k) }"""
+    },
     "truncate": {9: f"{WHOLE} {{ y = Div (x, two) }}"},
     "modulo": {10: f"{WHOLE} {{ y = Mod (x, two) }}"},
     "truth": {9: f"{WHOLE} {{ b = Cast <to = 9> (x) y = Cast <to = 7> (b) }}"},

@@ -441,7 +441,7 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
         (
             """(int32[4] x) => (float[4] y) <float k = {0.0015339808}>
             { c = Cast <to = 1> (x) d = Mul (c, k) y = Sin (d) }""",
-            [(-1000, 1000), (32752, 65504)],
+            [(-1000, 1000), (204800, 409600)],
         ),
         (
             "(float[4] x) => (float[4] y) <float k = {0.0172024238}> { d = Mul (x, k) y = Cos (d) }",
