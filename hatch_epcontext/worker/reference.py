@@ -29,6 +29,7 @@ from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.selections import find_selections
 from hatch_epcontext.graph.versions import usual_versions
+from hatch_epcontext.worker.changing import Aims, Trials, changing_runs
 from hatch_epcontext.worker.comparison.measures import OutputFacts
 from hatch_epcontext.worker.comparison.natures import output_facts
 from hatch_epcontext.worker.comparison.runs import (
@@ -44,9 +45,10 @@ from hatch_epcontext.worker.comparison.runs import (
     tells,
     values_of,
     with_branches,
+    with_changes,
     with_telling,
 )
-from hatch_epcontext.worker.inputs import constant, samples_of
+from hatch_epcontext.worker.inputs import constant, samples_of, sized
 from hatch_epcontext.worker.noise import compared, with_noise
 from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.results import FEW_SAMPLES, Agreement
@@ -95,7 +97,7 @@ def reference(
     synthetic = model.validate.inputs in SYNTHETIC
     announce("opening the source model on the CPU")
     with running_source(model, fixed):
-        chosen = find_selections(fixed)
+        chosen, scope = find_selections(fixed), Scope(fixed.graph)
         typed, opset = graph.inferred(fixed), graph.opset(fixed)
         if folded is None:
             folded = typed_graph(fixed, model)
@@ -119,10 +121,14 @@ def reference(
         random = cpu.random(runs[0])
         has_batch = all(tensor.is_fixed for tensor in inputs) and needs.multiply_adds < _SLOW
         batch = cpu.batch(runs) if has_batch else {}
+        if ranges:
+            own = [name for name in names if name not in random]
+            trials = Trials(cpu.run, sized(inputs, model), ranges, states)
+            runs += changing_runs(Aims.of(runs, own, deciders, scope), trials, needs.multiply_adds)
         runs = _choose(runs, outputs, deciders, synthetic=synthetic)
         rounding = recomputed(fixed.graph, states)
         is_lasting = not chosen.values and cpu.is_lasting(runs, rounding)
-    reasons = dict(_inconclusive(runs, Scope(fixed.graph)))
+    reasons = dict(_inconclusive(runs, scope))
     if synthetic:
         reasons = dict(_untaken(runs, parts)) | reasons
     outputs = _with_behaviour(outputs, states, random, reasons)
@@ -345,7 +351,9 @@ def _choose(
     """
     if synthetic:
         runs = _scoring_first(runs, outputs)
-        on_target = with_branches(with_telling(runs[:_FEW], runs), runs, deciders)
+        on_target = with_branches(
+            with_telling(with_changes(runs[:_FEW], runs), runs), runs, deciders
+        )
     else:
         sequences = [run for run in runs if len(run.frames) > 1]
         number = 1 if len(sequences) > 1 else FEW_SAMPLES

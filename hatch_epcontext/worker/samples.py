@@ -31,7 +31,7 @@ FRAMES = 8
 _MANY_FRAMES = 16
 """The same for one of several natures, for lasting states: an EP's errors in each frame add up."""
 
-_MAX_BYTES = 2**25
+MAX_BYTES = 2**25
 """Bytes of one sample above which there is only the first: all are in memory at once."""
 
 MAX_FAR = 8
@@ -40,7 +40,7 @@ MAX_FAR = 8
 MANY, SOME = 80, 12
 """The most synthetic samples; and those of a model whose number format is not emulated on them."""
 
-_BUDGET = 4e9
+BUDGET = 4e9
 """Multiply-adds of all samples of a model, from `FEW_SAMPLES` to `MANY` samples: about a second of CPU time,
 and the same number of samples on all machines."""
 
@@ -63,7 +63,8 @@ class Sample:
     of several has its name from `read_samples`. ``nature``: the name without the level. ``usual``: whether
     an app can have such values, as all values within bounds of the graph. Floats that nothing bounds may
     never be all zero, near silence, or very large. ``far``: the inputs whose values are far from ordinary
-    ones; such a sample is not usual.
+    ones; such a sample is not usual. ``changes``: the outputs that change only in such a sample, for which it
+    was looked for, and the deciders.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Sample:
     nature: str = ""
     usual: bool = True
     far: Mapping[str, Far] = field(default_factory=dict)
+    changes: frozenset[str] = frozenset()
 
     @property
     def feeds(self) -> Arrays:
@@ -92,12 +94,12 @@ def number_of_samples(multiply_adds: int) -> int:
     """The number of samples for a model that needs so many multiply-adds for one."""
     cost = max(multiply_adds, 1)
     few = min(FEW_SAMPLES, max(_MIN_SAMPLES, _LIMIT / cost))
-    return int(min(MANY, max(few, _BUDGET / cost)))
+    return int(min(MANY, max(few, BUDGET / cost)))
 
 
 def number_of_frames(multiply_adds: int) -> int:
     """The number of frames in the longest sample of a recurrent model that needs so many for one frame."""
-    return int(min(_MANY_FRAMES, max(FRAMES, _BUDGET / FEW_SAMPLES / max(multiply_adds, 1))))
+    return int(min(_MANY_FRAMES, max(FRAMES, BUDGET / FEW_SAMPLES / max(multiply_adds, 1))))
 
 
 def samples(
@@ -118,7 +120,7 @@ def samples(
         frames = _same_frames(first.feeds, states, begin=True)
         same = Sample(f"{FRAMES} frames", frames, first.nature)
         return (first, same) if states else (first,)
-    if sum(array.nbytes for array in first.feeds.values()) > _MAX_BYTES:
+    if sum(array.nbytes for array in first.feeds.values()) > MAX_BYTES:
         return (first,)
     number = min(most, number_of_samples(multiply_adds * (FRAMES if states else 1)))
     result = [first, *itertools.islice(_varied(first, inputs, ranges, states), number - 1)]

@@ -114,8 +114,10 @@ def conditioned(
     """``levels`` without ordinary samples after the first at which the source itself is wrong if only its
     inputs are as inexact as the format of ``model``, or numbers with which it compares values are a little
     larger or smaller: these are near a pole or a threshold, and say nothing of others. All, if less than a
-    third of the usual ones is left.
+    third of the usual ones is left. Also without those looked for that the format makes wrong: it may be
+    exact enough in others.
     """
+    levels = Levels(level for level in levels if not level.run.changes or level.margin >= 0)
     poor = [level for level in levels[1:] if not level.run.far and level.snr < WORTH_RUNNING]
     nearby = [*_nearby(model, reference)] if poor else []
     dropped = [

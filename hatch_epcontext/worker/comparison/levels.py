@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
-from hatch_epcontext.worker.comparison.runs import Facts, ReferenceRun, with_branches, with_telling
+from hatch_epcontext.worker.comparison.runs import (
+    Facts,
+    ReferenceRun,
+    with_branches,
+    with_changes,
+    with_telling,
+)
 from hatch_epcontext.worker.results import FEW_SAMPLES, NOTHING, Agreement
 
 WORTH_RUNNING = 45.0
@@ -139,8 +145,10 @@ def choose(
     if is_large:
         chosen = sorted(chosen, key=lambda run: levels.of(run).margin)[: 1 if is_brief else 2]
     runs = [level.run for level in every]
-    telling = with_branches(with_telling(chosen, runs), runs, deciders)
     far = _far(every, is_large=is_large)
+    right = [run for run in far if every.of(run).margin >= 0]
+    changing = with_changes(chosen, runs, right)
+    telling = with_branches(with_telling(changing, runs), runs, deciders)
     return [*telling, *(run for run in far if all(run is not other for other in telling))]
 
 
@@ -159,8 +167,9 @@ def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
     """Those far from the ordinary that may differ on the target, and of floats the worst one: the emulation
     shows nothing of integers, nor all that kernels do to large values.
     """
-    far = sorted((level for level in levels if level.run.far), key=lambda level: level.margin)
-    wrong = [level.run for level in levels if level.run.far and level.margin < 0]
+    own = [level for level in levels if level.run.far and not level.run.changes]
+    far = sorted(own, key=lambda level: level.margin)
+    wrong = [level.run for level in own if level.margin < 0]
     worst_first = [level.run for level in far if level.margin < 0]
     # Of numbers that only become larger, the smallest that differ say where that begins; the first beside an
     # offset have the largest differences.

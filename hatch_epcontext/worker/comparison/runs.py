@@ -154,6 +154,25 @@ def with_telling(
     return result
 
 
+def with_changes(
+    chosen: Sequence[ReferenceRun],
+    runs: Iterable[ReferenceRun],
+    others: Sequence[ReferenceRun] = (),
+) -> list[ReferenceRun]:
+    """``chosen``; and one of ``runs`` for each output that changes only in those that were looked for, unless
+    it changes in ``others``, which also run.
+    """
+    result, met = [*chosen], set[str]()
+    # With the first run twice a single number is constant too.
+    known = [chosen[0], *chosen, *others]
+    for other in runs:
+        new = other.changes - met
+        if any(name not in other.outputs[0] or not tells(name, known) for name in new):
+            result.append(other)
+            met |= other.changes
+    return result
+
+
 Side = tuple[str, bool]
 """A value that decides which branch runs, and whether it is true, or above 0."""
 
@@ -198,9 +217,11 @@ def is_constant(values: Sequence[Array]) -> bool:
     # A single number cannot differ.
     if len(values) == 1 and values[0].size == 1:
         return False
-    numbers = [array[finite(array)] for array in values]
-    first = next((array[:1] for array in numbers if array.size), None)
-    return first is None or all(bool((array == first).all()) for array in numbers)
+    numbers = (array[finite(array)] for array in values)
+    some = (array for array in numbers if array.size)
+    if (first := next(some, None)) is None:
+        return True
+    return all(bool((array == first[0]).all()) for array in itertools.chain((first,), some))
 
 
 def finite(array: Array) -> Array:

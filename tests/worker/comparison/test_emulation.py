@@ -184,6 +184,31 @@ def test_what_changes_only_where_the_target_is_wrong_is_inconclusive(tmp_path: P
     assert concluded(compared, alike, constant) == compared
 
 
+@pytest.mark.parametrize(("limit", "names"), [(1500, ["values that change over"]), (200_000, [])])
+def test_a_sample_in_which_an_output_changes_is_run_if_the_format_is_exact_enough(
+    limit: int, names: list[str], tmp_path: Path
+) -> None:
+    text = """(float[1, 16] volts, float[1, 16] amps) => (float[1, 16] watts, bool[1, 1] over) {
+        watts = Mul (volts, amps) most = ReduceMax <axes = [1]> (watts) over = Greater (most, limit) }"""
+    made = parsed(text, limit=np.array(limit, np.float32))
+    divergence, levels = emulated(made, tmp_path)
+    assert sum(bool(level.run.changes) for level in levels) == 3
+    expected = Reference(tuple(level.run for level in levels), Facts())
+    kept = conditioned(levels, divergence.model, expected, QNN)
+    assert [run.name for run in choose(kept) if run.changes] == names
+    assert all(level.margin >= 0 for level in kept if level.run.changes)
+
+
+def test_what_changes_in_another_sample_that_runs_needs_no_more(tmp_path: Path) -> None:
+    made = parsed("""(int64[1, 8] x) => (bool[1, 8] y) <int64 limit = {300}> {
+        y = Greater (x, limit) }""")
+    _, levels = emulated(made, tmp_path)
+    assert any(level.run.changes for level in levels)
+    ran = choose(levels)
+    assert [run for run in ran if run.far]
+    assert not [run for run in ran if run.changes]
+
+
 def test_branches_are_rounded_too(tmp_path: Path) -> None:
     made = parsed(
         """(float[1, 8] x, int64 kind) => (float[1, 8] y) <int64 k = {7}> { c = Equal (kind, k)

@@ -1,0 +1,266 @@
+"""Samples in which outputs change that are the same in all others, or that take a branch as no other does.
+
+What an app rarely sees, such as an alert, needs values of other sizes than ordinary samples have, or values
+that stand out in their series. Many are tried on the CPU, those near the ordinary first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
+from hatch_epcontext.graph.facts import Far, Range, TensorFacts
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.text import listing
+from hatch_epcontext.worker.candidates import GROWTH, candidate
+from hatch_epcontext.worker.comparison.runs import ReferenceRun, finite, sides, tells, values_of
+from hatch_epcontext.worker.samples import BUDGET, MAX_BYTES, Sample
+from hatch_epcontext.worker.synthetic import NEAR, generator
+
+_MOST = 512
+"""The most candidates."""
+
+_SHARE = 1 / 8
+"""The multiply-adds of all candidates, relative to those of all ordinary samples."""
+
+_ENOUGH = 3
+"""Samples for each output: an EP's number format may be too coarse for one of them."""
+
+_HALVINGS = 10
+"""How often a sample is moved half-way to an ordinary one."""
+
+_FIRST_SEED = 1000
+"""That of the first candidate: other samples have lower ones."""
+
+_SAME, _NEAR = 0.99, 0.1
+"""The share of an output's values that stays the same if its inputs are rounded, floats within a tenth."""
+
+_MAX_VALUES = 8
+"""The most different values of an output that are counted."""
+
+_MAX_INPUTS = 16
+"""The most inputs of which each is tried with its ordinary values."""
+
+_MAX_NAMED = 3
+"""The most outputs in the name of a sample."""
+
+
+@dataclass(frozen=True)
+class Aims:
+    """What is looked for: changes of ``outputs``, and another side of ``deciders`` than that of ``base``."""
+
+    base: ReferenceRun
+    outputs: tuple[str, ...]
+    deciders: tuple[str, ...]
+
+    @staticmethod
+    def of(
+        runs: Sequence[ReferenceRun],
+        outputs: Iterable[str],
+        deciders: Iterable[str],
+        scope: Scope,
+    ) -> Aims:
+        """Those of ``deciders`` that are the same in all ``runs``, and of ``outputs`` that depend on inputs
+        in ``scope``, and are the same in all runs but those far from the ordinary: number formats are often
+        too coarse for these.
+        """
+        near = [run for run in runs if not run.far]
+        return Aims(
+            max((run for run in near if run.usual), key=lambda run: len(run.frames)),
+            tuple(n for n in outputs if not tells(n, near) and scope.varies([n])),
+            tuple(name for name in deciders if len(_sides(name, runs)) == 1),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All outputs and deciders."""
+        return (*self.outputs, *self.deciders)
+
+    def met(self, run: ReferenceRun) -> frozenset[str]:
+        """The outputs that change in ``run``, and the deciders that are on another side."""
+        changing = (name for name in self.outputs if tells(name, [self.base, run]))
+        new = sides(run, self.deciders) - sides(self.base, self.deciders)
+        return frozenset((*changing, *(name for name, _ in new)))
+
+    def variety(self, run: ReferenceRun) -> int:
+        """How many different values the outputs have in ``run``."""
+        arrays = (np.concatenate([a.ravel() for a in values_of(n, [run])]) for n in self.outputs)
+        return sum(min(np.unique(array).size, _MAX_VALUES) for array in arrays)
+
+
+def _sides(name: str, runs: Iterable[ReferenceRun]) -> set[bool]:
+    return {side for run in runs for _, side in sides(run, [name])}
+
+
+@dataclass
+class Trials:
+    """Runs a model with ``inputs`` in these ``ranges``, as long as some are ``left``.
+
+    ``states``: as they are fed back.
+    """
+
+    run: Callable[[Sample], ReferenceRun]
+    inputs: Sequence[TensorFacts]
+    ranges: Mapping[str, Range]
+    states: Mapping[str, str]
+    left: int = 2 * _MOST
+
+    def result(self, frames: Sequence[Arrays]) -> ReferenceRun | None:
+        """The run of ``frames``; None if it fails, has values that are not finite, or no run is left."""
+        self.left -= 1
+        if self.left < 0:
+            return None
+        try:
+            run = self.run(Sample("", tuple(frames), "changing", usual=False))
+        except Exception:
+            # ONNX Runtime raises many types for values that the graph rejects.
+            return None
+        arrays = (array for outputs in run.outputs for array in outputs.values())
+        is_finite = all(array.dtype.kind in "OSU" or finite(array).all() for array in arrays)
+        return run if is_finite else None
+
+    def candidate(
+        self, base: ReferenceRun, growth: float, rng: np.random.Generator
+    ) -> ReferenceRun | None:
+        """The run of other values with as many frames as ``base``, and the same first states."""
+        fed = {
+            tensor.name: candidate(tensor, self.ranges[tensor.name], len(base.frames), growth, rng)
+            for tensor in self.inputs
+            if tensor.name in self.ranges and tensor.name not in self.states
+        }
+        return self.result(
+            [
+                {**frame, **{name: array[number] for name, array in fed.items()}}
+                for number, frame in enumerate(base.frames)
+            ]
+        )
+
+
+def changing_runs(aims: Aims, trials: Trials, multiply_adds: int) -> list[ReferenceRun]:
+    """Return runs that meet the ``aims``, those that meet most of them first.
+
+    They are as near to the ordinary sample as can be by halves, and no threshold is so near that rounding
+    moves values over it. Empty if none is found among candidates whose number follows from the
+    ``multiply_adds`` of one frame.
+    """
+    frames = aims.base.frames
+    size = sum(array.nbytes for frame in frames for array in frame.values())
+    cost = max(multiply_adds, 1) * len(frames)
+    most = int(min(_MOST, _SHARE * BUDGET / cost, MAX_BYTES / (size + 1)))
+    trials.left = 2 * most
+    counts: Counter[str] = Counter()
+    found: list[ReferenceRun] = []
+    for number in range(most):
+        if trials.left <= 0 or all(counts[name] >= _ENOUGH for name in aims.names):
+            break
+        growth = GROWTH * (number + 1) / most
+        run = trials.candidate(aims.base, growth, generator(_FIRST_SEED + number))
+        if run is None or all(counts[name] >= _ENOUGH for name in aims.met(run)):
+            continue
+        if (nearest := _nearest(run, aims, trials)) is not None:
+            found.append(_named(nearest, aims, len(found)))
+            counts.update(aims.met(nearest))
+    return sorted(found, key=lambda run: -len(run.changes))
+
+
+def _nearest(run: ReferenceRun, aims: Aims, trials: Trials) -> ReferenceRun | None:
+    """A run that meets the same aims as ``run``, nearer to the ordinary sample; None if rounding decides
+    whether it does.
+    """
+    wanted, base = aims.met(run), aims.base
+
+    def nearer(frames: Sequence[Arrays]) -> ReferenceRun | None:
+        result = trials.result(frames)
+        return result if result is not None and wanted <= aims.met(result) else None
+
+    # Inputs that do not matter stay as they are.
+    for name in run.feeds if len(run.feeds) <= _MAX_INPUTS else ():
+        frames = [
+            {**frame, name: ordinary[name]} if name in ordinary else frame
+            for frame, ordinary in zip(run.frames, base.frames, strict=True)
+        ]
+        run = nearer(frames) or run
+    runs = [run]
+    while len(runs) <= _HALVINGS and (half := nearer(_half(runs[0], base))) is not None:
+        runs = [half, *runs]
+    # Of those with the same variety the nearest.
+    ordered = sorted(runs, key=lambda one: -aims.variety(one))
+    return next((one for one in ordered if _is_stable(one, aims, trials)), None)
+
+
+def _half(run: ReferenceRun, base: ReferenceRun) -> list[dict[str, Array]]:
+    """The frames half-way from ``run`` to ``base``."""
+    return [
+        {name: _mean(array, ordinary[name]) for name, array in frame.items()}
+        for frame, ordinary in zip(run.frames, base.frames, strict=True)
+    ]
+
+
+def _mean(one: Array, other: Array) -> Array:
+    if one.dtype.kind in "bcOSU":
+        return one
+    middle = (one.astype(np.float64) + other.astype(np.float64)) / 2
+    return np.asarray(middle if is_float(one.dtype) else np.rint(middle)).astype(one.dtype)
+
+
+def _is_stable(run: ReferenceRun, aims: Aims, trials: Trials) -> bool:
+    """Whether outputs stay the same if the inputs of ``run`` are a little larger, smaller, or both."""
+    rng, wanted = generator(), aims.met(run)
+    for signs in ((1.0,), (-1.0,), (-1.0, 1.0)):
+        other = trials.result(
+            [
+                {
+                    name: _moved(array, rng.choice(signs, array.shape), trials.ranges.get(name))
+                    for name, array in frame.items()
+                }
+                for frame in run.frames
+            ]
+        )
+        if other is None or not wanted <= aims.met(other):
+            return False
+        pairs = (
+            pair
+            for name in aims.outputs
+            for pair in zip(values_of(name, [run]), values_of(name, [other]), strict=True)
+        )
+        if any(_share_of_same(*pair) < _SAME for pair in pairs):
+            return False
+    return True
+
+
+def _moved(array: Array, signs: Array, range_: Range | None) -> Array:
+    """``array``, with larger or smaller floats, and integers that become floats."""
+    is_rounded = range_ is not None and range_.floats is not None and not range_.is_firm
+    if not (is_float(array.dtype) or is_rounded):
+        return array
+    numbers = array.astype(np.float64) * (1 + NEAR * signs.astype(np.float64))
+    return np.asarray(numbers if is_float(array.dtype) else np.rint(numbers)).astype(array.dtype)
+
+
+def _share_of_same(one: Array, other: Array) -> float:
+    if one.shape != other.shape:
+        return 0.0
+    if not one.size:
+        return 1.0
+    if not is_float(one.dtype):
+        return float(np.mean(one == other))
+    first, second = one.astype(np.float64), other.astype(np.float64)
+    return float(np.mean(np.abs(first - second) <= _NEAR * np.abs(first).max()))
+
+
+def _named(run: ReferenceRun, aims: Aims, number: int) -> ReferenceRun:
+    """``run`` as a sample with values far from the ordinary."""
+    changed = {
+        name: Far()
+        for frame, ordinary in zip(run.frames, aims.base.frames, strict=True)
+        for name, array in frame.items()
+        if not np.array_equal(array, ordinary[name])
+    }
+    changes = aims.met(run)
+    name = f"values that change {listing(sorted(changes), _MAX_NAMED)}"
+    name = f"{name} ({number + 1})" if number else name
+    return replace(run, name=name, far=changed, changes=changes)
