@@ -280,7 +280,7 @@ class Qnn(Provider):
     # Seen with onnxruntime-qnn 2.7.0, under Wine: 0xC0000409. Contexts inside the model load.
     needs_code_page = True
     simulator = ("libQnnSystem.so", "libQnnHtp.so")
-    # Measured on one core with 34 models of 1 ms to 14 s: most take a third of that to three times as long.
+    # Measured on one core with 36 models of 0.4 ms to 36 s: 26 take a third of that to three times as long.
     simulator_speed = Cost(nodes=4_000, multiply_adds=2 * 10**9, values=10**7)
     chips = _CHIPS
     chip_options = frozenset({"soc_model", "htp_arch", "vtcm_mb"})

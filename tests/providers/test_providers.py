@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hatch_epcontext import providers
+from hatch_epcontext.graph.facts import Cost
 from hatch_epcontext.providers import (
     DISTRIBUTIONS,
     PROVIDERS,
@@ -137,6 +138,14 @@ IMPOSSIBLE: list[tuple[Option, Any, str]] = [
     (JSON, "{bad", "a table, or a string of JSON"),
     (JSON, "[1]", "a table, or a string of JSON"),
 ]
+
+
+def test_a_simulators_time_is_that_of_nodes_multiply_adds_and_values() -> None:
+    cost = Cost(nodes=2_000, multiply_adds=10**9, values=10**7)
+    assert QNN.seconds_of_run(cost) == 0.5 + 0.5 + 1
+    # A recurrent layer of few multiply-adds takes as long as a large convolution.
+    assert QNN.seconds_of_run(Cost(10 * 274, 10**6, 10**5)) > 0.6
+    assert OPENVINO.seconds_of_run(cost) == 0
 
 
 def test_toml_values_become_the_strings_that_eps_take() -> None:

@@ -26,8 +26,10 @@ _MOST_FAR = 3
 _MOST_LARGER = 2
 """The most samples of larger floats that the target runs: it may be more exact than the emulation."""
 
-_SLOW = 0.5
-"""Seconds of a sample on a simulator from which it runs as few as possible."""
+_SLOW, _SLOW_SEQUENCE = 0.5, 4.0
+"""Seconds of a sample, and of the longest sequence of frames, on a simulator from which it runs as few as
+possible.
+"""
 
 _WORST = 3
 """The number of worst samples, of different natures, that the target runs."""
@@ -123,11 +125,12 @@ def choose(
     first, *others = levels
     chosen = [first.run]
     sequences = [level for level in others if len(level.run.frames) > 1]
-    shortest = min((len(level.run.frames) for level in sequences), default=1)
-    is_slow = seconds * shortest >= _SLOW
+    is_slow = seconds >= _SLOW
     if sequences:
+        longest = max((level.run for level in sequences), key=lambda run: len(run.frames))
+        is_slow = seconds * len(longest.frames) >= _SLOW_SEQUENCE
         # The emulation does not show what kernels add to the states.
-        chosen.append(_slow_sequence(sequences, shortest) if is_slow else _longest(sequences))
+        chosen.append(_worst_short(sequences) if is_slow else longest)
     natures = {run.nature for run in chosen}
     # Each frame of a recurrent model is a run, and simulators run large models for long.
     is_large = not sequences and (is_slow or len(levels) <= FEW_SAMPLES)
@@ -152,14 +155,10 @@ def choose(
     return [*telling, *(run for run in far if all(run is not other for other in telling))]
 
 
-def _longest(sequences: Iterable[Level]) -> ReferenceRun:
-    """The longest of ``sequences`` of frames."""
-    return max((level.run for level in sequences), key=lambda run: len(run.frames))
-
-
-def _slow_sequence(sequences: Iterable[Level], shortest: int) -> ReferenceRun:
-    """The worst one of the ``shortest`` of ``sequences``, if possible a usual one."""
-    short = [level for level in sequences if len(level.run.frames) == shortest]
+def _worst_short(sequences: Sequence[Level]) -> ReferenceRun:
+    """The worst one of the shortest of ``sequences``, if possible a usual one."""
+    shortest = min(len(level.run.frames) for level in sequences)
+    short = (level for level in sequences if len(level.run.frames) == shortest)
     return min(short, key=lambda level: (level.spare, level.margin)).run
 
 

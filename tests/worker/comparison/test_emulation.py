@@ -252,9 +252,9 @@ def test_the_target_runs_the_worst_and_the_first_sample_of_a_large_model_or_only
 
 def test_a_simulator_runs_few_frames_of_a_model_that_is_slow_there(tmp_path: Path) -> None:
     levels = emulated(lstm(), tmp_path)[1]
-    first, longest, *_ = choose(levels, seconds=0.05)
+    first, longest, *_ = choose(levels, seconds=0.2)
     assert (len(first.frames), len(longest.frames)) == (1, 16)
-    slow = [run for run in choose(levels, seconds=0.1) if not run.far]
+    slow = [run for run in choose(levels, seconds=0.3) if not run.far]
     assert [len(run.frames) for run in slow] == [1, 8]
     short = [level for level in levels if len(level.run.frames) == 8 and level.run.usual]
     assert levels.of(slow[1]).margin == min(level.margin for level in short)
