@@ -29,6 +29,15 @@ class Cost:
     multiply_adds: int = 0
     values: int = 0
 
+    def seconds_at(self, speed: Cost) -> float:
+        """How long it takes if so much is done in a second; what ``speed`` has none of takes no time."""
+        pairs = (
+            (self.nodes, speed.nodes),
+            (self.multiply_adds, speed.multiply_adds),
+            (self.values, speed.values),
+        )
+        return sum(number / in_a_second for number, in_a_second in pairs if in_a_second)
+
 
 @dataclass(frozen=True)
 class TensorFacts:

@@ -221,8 +221,8 @@ class Provider:
     """The libraries in the package of ``plugin`` with which a build machine simulates the device, on all
     cores. They are slow to load, and forks share them."""
 
-    simulator_speed: Cost | None = None
-    """About how many nodes, multiply-adds or values of a model it simulates in a second; None without a
+    simulator_speed: Cost = Cost()
+    """About how many nodes, multiply-adds or values of a model it simulates in a second; none without a
     simulator."""
 
     name_fact: str = "Description"
@@ -358,13 +358,7 @@ class Provider:
 
     def seconds_of_run(self, cost: Cost) -> float:
         """About how long the simulator runs a model of this ``cost``; 0 without one."""
-        if (speed := self.simulator_speed) is None:
-            return 0.0
-        return (
-            cost.nodes / speed.nodes
-            + cost.multiply_adds / speed.multiply_adds
-            + cost.values / speed.values
-        )
+        return cost.seconds_at(self.simulator_speed)
 
     def implied(self, device: Device, options: Mapping[str, str]) -> dict[str, str]:
         """The options that follow from the ``device`` and from ``options``, which win over them."""

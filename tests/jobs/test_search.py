@@ -57,10 +57,8 @@ def leaves(*operators: str) -> Stop:
     return Stop("prepare", control_flow=operators)
 
 
-SPEED = PROVIDERS["qnn"].simulator_speed
-assert SPEED is not None
-SIMULATED = SPEED.nodes
-"""The nodes that the simulator runs in a second."""
+SIMULATED = PROVIDERS["qnn"].simulator_speed.multiply_adds
+"""The multiply-adds that the simulator runs in a second."""
 
 MORE = PROVIDERS["qnn"].more_coverage
 assert MORE is not None
@@ -167,7 +165,7 @@ class Ep:
             recipe.simplifier,
             *(9, 9),
             rewrites=tuple(c.kind for c in recipe.changes),
-            cost=Cost(self.seconds * SIMULATED),
+            cost=Cost(multiply_adds=self.seconds * SIMULATED),
         )
         contexts = (Context("a", "a.onnx", (), (), coverage),)
         files = {"a.onnx": FileRecord(1, "")}
