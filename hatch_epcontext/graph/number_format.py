@@ -129,6 +129,11 @@ class NumberFormat:
         """The distance between the numbers from 1 to 2."""
         return 2.0**-10 if self.name == "float16" else 2.0**-7
 
+    @property
+    def least(self) -> float:
+        """The smallest number with all bits."""
+        return 2.0**-14 if self.name == "float16" else 2.0**-126
+
     def faults_of(self, operator: str) -> tuple[Fault, ...]:
         """The faults that nodes of ``operator`` may have."""
         return tuple(fault for fault in self.faults if fault.operator == operator)

@@ -102,8 +102,12 @@ def rounded(values: Array, format_: NumberFormat) -> Array:
     return inside.astype(dtype).astype(np.float32)
 
 
-def with_thresholds(model: onnx.ModelProto, factor: float) -> onnx.ModelProto | None:
-    """A copy of ``model`` that compares with its stored floats times ``factor``; None if there are none."""
+def with_thresholds(
+    model: onnx.ModelProto, factor: float, least: float = 0.0
+) -> onnx.ModelProto | None:
+    """A copy of ``model`` that compares with its stored floats times ``factor``, and instead of 0 with
+    ``least``; None if there are none.
+    """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     scope, scaled = Scope(model.graph), dict[str, onnx.TensorProto]()
@@ -112,7 +116,7 @@ def with_thresholds(model: onnx.ModelProto, factor: float) -> onnx.ModelProto | 
             stored = scope.constant(name)
             if stored is not None and stored.dtype == np.float32:
                 node.input[index] = f"{name} times {factor}"
-                numbers = np.asarray(stored * np.float32(factor))
+                numbers = np.where(stored, stored * np.float32(factor), np.float32(least))
                 scaled[name] = numpy_helper.from_array(numbers, node.input[index])
     copy.graph.initializer.extend(scaled.values())
     return copy if scaled else None

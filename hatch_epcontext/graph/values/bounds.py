@@ -29,6 +29,10 @@ _MAX_CHANGED = 8
 """The largest size that an input may set freely, such as a number of repetitions."""
 
 
+_HIDING = 1000.0
+"""The size of a number that hides scores from a Softmax."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """The operand number ``operand`` is between ``low`` and ``high``, both included.
@@ -258,6 +262,27 @@ def _group_query_attention(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound
     yield Bound(6, 1, total, usual=total)
 
 
+def _hiding(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """What is 0 or 1, or minus that: times a large number, it hides scores to which that is added."""
+    for operand, factor in ((0, 1), (1, 0)):
+        sizes = ends(node.input[factor], scope)
+        if sizes and min(map(abs, sizes)) >= _HIDING and _is_in_scores(node.output[0], scope):
+            low, high = (0, 1) if sizes[0] < 0 else (-1, 0)
+            yield Bound(operand, low, high, usual=0)
+
+
+def _is_in_scores(name: str, scope: Scope, *, is_added: bool = False) -> bool:
+    """Whether a Softmax reads what ``name`` is added to."""
+    readers = [scope.nodes[index] for index in scope.readers.get(name, ())]
+    return any(
+        is_added
+        if node.op_type in ("LogSoftmax", "Softmax")
+        else node.op_type in operators.MOVES | {"Add", "Cast"}
+        and _is_in_scores(node.output[0], scope, is_added=is_added or node.op_type == "Add")
+        for node in readers
+    )
+
+
 def _mask(operand: int) -> _Rule:
     return _fixed(Bound(operand, 0, 1, "mask", 1))
 
@@ -277,6 +302,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("Sin", "Cos"), _fixed(Bound(0, -math.pi, 2 * math.pi, "turn"))),
     "ConstantOfShape": _fixed(Bound(0, 1, _MAX_CHANGED, usual=1)),
     "Mod": _remainder,
+    "Mul": _hiding,
     "Loop": _fixed(Bound(0, 1, _MAX_CHANGED, usual=_MAX_CHANGED)),
     # The limits of a detector's results.
     "NonMaxSuppression": _all(_length(2, 1), _fixed(Bound(3, 0, 1), Bound(4, 0, 1))),

@@ -45,7 +45,7 @@ _MAX_CENTERS = 4096
 """The most numbers of a constant that is a center."""
 
 _MAX_SENSORS = 8
-"""The most values at one time of a series: more are features."""
+"""The most series at one time: more are features."""
 
 _MAX_COORDINATES = 3
 """The most different numbers of one position: more are the means of features, which vary."""
@@ -289,6 +289,10 @@ class UsesOfInputs:
             is_hash = is_long and is_modulo and abs(term.scale) >= _LONG
             if is_hash or (is_plain and not term.several):
                 self.of[term.input].reach = _MAX_EXACT
+            elif is_modulo and is_whole and abs(term.scale) < 1 and not term.several:
+                # As the bytes of an address.
+                whole = float(np.abs(divisors).max(initial=0)) / abs(term.scale)
+                self.of[term.input].reach = max(self.of[term.input].reach, whole)
 
     def _add_centers(self, node: onnx.NodeProto) -> None:
         for operand, other in ((0, 1), (1, 0)):
@@ -305,7 +309,9 @@ class UsesOfInputs:
                 compared, unit = node.op_type in operators.COMPARES, _unit_of(value)
                 rounded = compared and value.dtype.kind == "f"
                 center = Center(numbers, self._deviation(node), unit, compared, rounded)
-                if not self._is_kept(node.output[0]):
+                # What is added makes a quantity larger, and is beside few of its values.
+                is_more = node.op_type == "Add" and bool((value > 0).all())
+                if not (is_more or self._is_kept(node.output[0])):
                     self._add_center(node.input[operand], center)
 
     def _summands(self, name: str) -> Iterator[float]:
@@ -367,23 +373,33 @@ class UsesOfInputs:
         if mean is None or mean.op_type != "ReduceMean" or mean.input[0] != one:
             return False
         axes, sizes = scope.axes(mean) or (), scope.sizes(one) or ()
-        rank, channels = len(sizes), (sizes or (1,))[-1] or 1
+        others = [size or math.inf for axis, size in enumerate(sizes) if axis not in axes]
         # Of several rows it normalizes what a layer computes along the last axis, and features along others.
-        return rank <= 2 or (rank == 3 and rank - 1 not in axes and channels <= _MAX_SENSORS)
+        return len(sizes) <= 2 or math.prod(others) <= _MAX_SENSORS
 
     def _are_neighbours(self, one: str, other: str) -> bool:
-        """Whether ``one`` and ``other`` have neighbours in the same series."""
+        """Whether ``one`` and ``other`` have neighbours in the same series, whose order is kept."""
         root = self._moved(one)
+        if any(self._is_picked(name) for name in (one, other)):
+            return False
         whole, *parts = (math.prod(self._terms.scope.shape(n) or ()) for n in (root, one, other))
         # Two parts that each have more than half overlap.
         return root == self._moved(other) and all(2 * part > whole for part in parts)
 
     def _moved(self, name: str) -> str:
         """The value of which ``name`` has values."""
+        return [name, *(maker.input[0] for maker in self._movers(name))][-1]
+
+    def _movers(self, name: str) -> Iterator[onnx.NodeProto]:
+        """The nodes, from the last one on, that only move what ``name`` has."""
         scope = self._terms.scope
         while (maker := scope.maker(name)) is not None and maker.op_type in operators.MOVES:
+            yield maker
             name = maker.input[0]
-        return name
+
+    def _is_picked(self, name: str) -> bool:
+        """Whether ``name`` has values in an order of their own, as the parents of joints."""
+        return any(maker.op_type in operators.GATHERS for maker in self._movers(name))
 
     def _add_center(self, name: str, center: Center) -> None:
         for term in self._own(name):

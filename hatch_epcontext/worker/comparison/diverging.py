@@ -13,7 +13,7 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Array, Arrays
 from hatch_epcontext.graph.facts import NodeFacts, short_name
 from hatch_epcontext.graph.rounding import applies, exposed, rounded
@@ -35,6 +35,9 @@ _WRONG = 0.1
 _MATTERS = 0.01
 """The relative error after a clamped value, or after a number that the format lacks, from which it matters:
 in masks, which only hide values, it does not."""
+
+_LINEAR = operators.MOVES | operators.MEANS | {"Add", "Div", "Mul", "Neg", "ReduceSum", "Sub"}
+"""Operators that hide no error in their operands."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class _Inner:
     def matters(self, node: onnx.NodeProto, scope: Scope) -> bool:
         """Whether an error in the values of ``node`` still exists after the next two nodes that read them.
 
-        A Softmax may be the second one, which hides the error of a mask.
+        A Softmax may be the second one, which hides the error of a mask. Nodes that only scale or add do not
+        count.
         """
         changed = (n for n in node.output if n in self.errors)
         is_changed = any(_differ(self.exact[name], self.rounded[name]) for name in changed)
@@ -90,7 +94,10 @@ class _Inner:
         if not number or not readers:
             return True
         behind = (reader for reader in readers if self.behind(reader) > _MATTERS)
-        return any(self._lasts(reader, scope, number - 1) for reader in behind)
+        return any(
+            self._lasts(reader, scope, number - (reader.op_type not in _LINEAR))
+            for reader in behind
+        )
 
 
 @dataclass(frozen=True)

@@ -184,8 +184,9 @@ def _nearby(
 
     yield exact, partial(rounded, format_=model.format)
     yield exact, move
-    for factor in (1 - NEAR, 1 + NEAR):
-        if (moved := with_thresholds(model.prepared, factor)) is not None:
+    for change in (-NEAR, NEAR):
+        least = math.copysign(model.format.least, change)
+        if (moved := with_thresholds(model.prepared, 1 + change, least)) is not None:
             yield _session(moved, reference), move
 
 

@@ -465,7 +465,7 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
             [(1000, 1), (1000, 0.25)],
         ),
         (
-            "(float[1, 4, 32] x) => (float[] y) { m = ReduceMean <axes = [2]> (x) y = Sub (x, m) }",
+            "(float[1, 16, 32] x) => (float[] y) { m = ReduceMean <axes = [2]> (x) y = Sub (x, m) }",
             [],
         ),
         (
@@ -477,6 +477,23 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
             "(float[1, 32, 9] x) => (float[] y) { m = ReduceMean <axes = [1]> (x) y = Sub (x, m) }",
             [],
         ),
+        # One series.
+        (
+            "(float[1, 1, 32] x) => (float[] y) { m = ReduceMean <axes = [2]> (x) y = Sub (x, m) }",
+            [(1000, 1), (1000, 0.25)],
+        ),
+        # Others, in an order of their own.
+        (
+            """(float[1, 9] x) => (float[] y) <int64[9] i = {1, 0, 0, 3, 2, 5, 4, 7, 7}>
+            { a = Gather <axis = 1> (x, i) y = Sub (x, a) }""",
+            [],
+        ),
+        # A constant that is subtracted, or added.
+        (
+            "(float[4] x) => (float[4] y) <float k = {300}> { y = Sub (x, k) }",
+            [(300, 37.5), (300, 0.3)],
+        ),
+        ("(float[4] x) => (float[4] y) <float k = {300}> { y = Add (x, k) }", []),
         # No iteration at all.
         (
             """(int64 x, float[2] a) => (float[2] y) <int64 one = {1}> { n = Add (x, one)
@@ -589,7 +606,9 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
         ("y = ReduceMax (x)", 2**53),
         # Of milliseconds and of seconds since 1970.
         ("d = Div (x, ms) y = Mod (d, k)", 2**53),
-        ("d = Div (x, hour) y = Mod (d, k)", 8 * 3600),
+        ("d = Div (x, hour) y = Mod (d, k)", 24 * 3600),
+        # Of the bytes of an address.
+        ("d = Div (x, bits) y = Mod (d, bits)", 2**20),
         ("d = Sub (x, hour) y = Abs (d)", 3600),
         ("y = Equal (x, id)", 10**10),
         ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Tanh (d)", 8e6),
@@ -682,6 +701,25 @@ def test_values_are_near_one_place_and_not_near_the_means_of_features(
     text = "(float[6] x) => (y) { d = Sub (x, k) y = Tanh (d) }"
     far = all_of(text, k=np.array(constants, np.float32))["x"].far
     assert [max(values.spreads) for values in far] == pytest.approx(spreads, rel=1e-2)
+
+
+def test_what_hides_scores_is_a_mask() -> None:
+    scores = "(int64[1, 6] m, float[1, 4] x) => (float[1, 6] y) { s = MatMul (x, w) f = Cast <to = 1> (m)"
+    numbers: dict[str, Any] = {
+        "w": np.ones((4, 6), np.float32),
+        "one": np.float32(1),
+        "low": np.float32(-1e4),
+        "high": np.float32(1e4),
+    }
+    mask = Range(0, 1, True, 1, whole=True)
+    for nodes, expected in (
+        ("h = Sub (one, f) n = Mul (h, low) a = Add (s, n) y = Softmax (a) }", mask),
+        ("h = Sub (f, one) n = Mul (h, high) a = Add (s, n) y = Softmax (a) }", mask),
+        ("h = Sub (one, f) n = Mul (h, low) a = Add (s, n) y = Tanh (a) }", None),
+        ("h = Sub (one, f) n = Mul (h, one) a = Add (s, n) y = Softmax (a) }", None),
+    ):
+        found = ranges(f"{scores} {nodes}", **numbers)["m"]
+        assert found == expected if expected else not found.known
 
 
 def test_a_factor_is_what_other_values_are_multiplied_with_or_divided_by() -> None:

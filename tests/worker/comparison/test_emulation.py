@@ -127,6 +127,24 @@ def test_a_warning_names_the_inputs_that_are_too_large_and_where_that_begins(
     assert narrowed(right, divergence.model, divergence.reference, QNN) is right
 
 
+@pytest.mark.parametrize(
+    ("end", "is_sensitive"), [("y = Softmax (d)", False), ("y = Sin (d)", True)]
+)
+def test_numbers_that_are_too_large_do_not_count_where_nothing_shows_them(
+    tmp_path: Path, end: str, is_sensitive: bool
+) -> None:
+    """Squares of distances to points that are far away."""
+    nodes = f"""d0 = Sub (x, points) q = Mul (d0, d0) s = ReduceSum <keepdims = 0> (q, axis) n = Neg (s)
+        d = Div (n, width) {end}"""
+    made = parsed(
+        f"(float[4, 1, 2] x) => (float[4, 26] y) {{ {nodes} }}",
+        points=np.linspace(0, 1000, 52, dtype=np.float32).reshape(1, 26, 2),
+        axis=np.array([2]),
+        width=np.float32(3000),
+    )
+    assert (emulation(made, tmp_path).reason is not None) == is_sensitive
+
+
 SATURATING = """(float[8, 512] x) => (float[8, 1] y) <float k = {9000}, int64[1] axes = {1}> {
     [scale] large = Mul (x, k)
     [total] sum = ReduceSum (large, axes)
@@ -540,6 +558,15 @@ def test_samples_at_which_the_source_itself_is_wrong_do_not_count(tmp_path: Path
                 y = ReduceMean <axes = [1]> (n) }""",
             {"pink at 0.01", "ramp at 0.01", "random at 0.01"},
             {"random", "tone at 1", "pink at 0.1"},
+        ),
+        # Products that float16 does not have are neither above nor below 0.
+        (
+            """(float[1, 6, 200] x) => (float[1, 6] y) <int64[1] i = {0}, int64[1] j = {1},
+                int64[1] n = {199}, int64[1] m = {200}, int64[1] last = {-1}, float zero = {0}> {
+                a = Slice (x, i, n, last) b = Slice (x, j, m, last) p = Mul (a, b) c = Less (p, zero)
+                f = Cast <to = 1> (c) y = ReduceMean <axes = [2], keepdims = 0> (f) }""",
+            {"decay at 0.1", "pink at 0.01"},
+            {"random", "tone at 0.1", "pink at 0.1"},
         ),
         # What the format loses inside counts, as of the sum of two large numbers.
         (
