@@ -7,7 +7,7 @@ that stand out in their series. Many are tried on the CPU, those near the ordina
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
 from hatch_epcontext.worker.candidates import GROWTH, candidate
 from hatch_epcontext.worker.comparison.runs import ReferenceRun, finite, sides, tells, values_of
+from hatch_epcontext.worker.crossing import Comparisons, between, half_way
 from hatch_epcontext.worker.samples import BUDGET, MAX_BYTES, Sample
 from hatch_epcontext.worker.synthetic import NEAR, generator
 
@@ -51,9 +52,13 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Aims:
-    """What is looked for: changes of ``outputs``, and another side of ``deciders`` than that of ``base``."""
+    """What is looked for in ``scope``: changes of ``outputs``, and another side of ``deciders`` than that of
+    ``base``. ``far``: known samples that may meet this.
+    """
 
+    scope: Scope
     base: ReferenceRun
+    far: tuple[ReferenceRun, ...]
     outputs: tuple[str, ...]
     deciders: tuple[str, ...]
 
@@ -69,8 +74,11 @@ class Aims:
         too coarse for these.
         """
         near = [run for run in runs if not run.far]
+        base = max((run for run in near if run.usual), key=lambda run: len(run.frames))
         return Aims(
-            max((run for run in near if run.usual), key=lambda run: len(run.frames)),
+            scope,
+            base,
+            tuple(run for run in runs if run.far and len(run.frames) == len(base.frames)),
             tuple(n for n in outputs if not tells(n, near) and scope.varies([n])),
             tuple(name for name in deciders if len(_sides(name, runs)) == 1),
         )
@@ -96,14 +104,18 @@ def _sides(name: str, runs: Iterable[ReferenceRun]) -> set[bool]:
     return {side for run in runs for _, side in sides(run, [name])}
 
 
+Run = Callable[[Sample], ReferenceRun]
+
+
 @dataclass
 class Trials:
     """Runs a model with ``inputs`` in these ``ranges``, as long as some are ``left``.
 
-    ``states``: as they are fed back.
+    ``reading``: returns a ``run`` that also returns inner values. ``states``: as they are fed back.
     """
 
-    run: Callable[[Sample], ReferenceRun]
+    run: Run
+    reading: Callable[[frozenset[str]], Run]
     inputs: Sequence[TensorFacts]
     ranges: Mapping[str, Range]
     states: Mapping[str, str]
@@ -151,20 +163,53 @@ def changing_runs(aims: Aims, trials: Trials, multiply_adds: int) -> list[Refere
     size = sum(array.nbytes for frame in frames for array in frame.values())
     cost = max(multiply_adds, 1) * len(frames)
     most = int(min(_MOST, _SHARE * BUDGET / cost, MAX_BYTES / (size + 1)))
-    trials.left = 2 * most
     counts: Counter[str] = Counter()
     found: list[ReferenceRun] = []
-    for number in range(most):
-        if trials.left <= 0 or all(counts[name] >= _ENOUGH for name in aims.names):
+    for candidates, enough in ((_far, _ENOUGH), (_grown, _ENOUGH), (_crossing, 1)):
+        trials.left = 2 * most
+        if all(counts[name] >= enough for name in aims.names):
             break
+        for run in candidates(aims, trials, most):
+            if all(counts[name] >= enough for name in aims.met(run)):
+                continue
+            if (nearest := _nearest(run, aims, trials)) is not None:
+                found.append(_named(nearest, aims, len(found)))
+                counts.update(aims.met(nearest))
+            if all(counts[name] >= enough for name in aims.names):
+                break
+    return sorted(found, key=lambda run: -len(run.changes))
+
+
+def _far(aims: Aims, trials: Trials, most: int) -> Iterator[ReferenceRun]:
+    """At most ``most`` of the known samples that are far from the ordinary."""
+    yield from aims.far[:most]
+
+
+def _grown(aims: Aims, trials: Trials, most: int) -> Iterator[ReferenceRun]:
+    """The runs of ``most`` candidates, of growing size."""
+    for number in range(most):
         growth = GROWTH * (number + 1) / most
         run = trials.candidate(aims.base, growth, generator(_FIRST_SEED + number))
-        if run is None or all(counts[name] >= _ENOUGH for name in aims.met(run)):
+        if run is not None:
+            yield run
+
+
+def _crossing(aims: Aims, trials: Trials, most: int) -> Iterator[ReferenceRun]:
+    """Runs between the ordinary sample and candidates, in which a value has crossed one threshold and not yet
+    another one.
+    """
+    comparisons = Comparisons.of(aims.scope, aims.names)
+    if not comparisons.pairs:
+        return
+    inner = replace(trials, run=trials.reading(comparisons.names))
+    base = inner.result(aims.base.frames)
+    for run in _grown(aims, inner, most) if base is not None else ():
+        assert base is not None, "there are no others without it"
+        if comparisons.sides(run) == comparisons.sides(base):
             continue
-        if (nearest := _nearest(run, aims, trials)) is not None:
-            found.append(_named(nearest, aims, len(found)))
-            counts.update(aims.met(nearest))
-    return sorted(found, key=lambda run: -len(run.changes))
+        middle = between(base, run, comparisons, inner.result, lambda run: bool(aims.met(run)))
+        if middle is not None and (plain := trials.result(middle.frames)) is not None:
+            yield plain
 
 
 def _nearest(run: ReferenceRun, aims: Aims, trials: Trials) -> ReferenceRun | None:
@@ -185,26 +230,11 @@ def _nearest(run: ReferenceRun, aims: Aims, trials: Trials) -> ReferenceRun | No
         ]
         run = nearer(frames) or run
     runs = [run]
-    while len(runs) <= _HALVINGS and (half := nearer(_half(runs[0], base))) is not None:
+    while len(runs) <= _HALVINGS and (half := nearer(half_way(runs[0], base))) is not None:
         runs = [half, *runs]
     # Of those with the same variety the nearest.
     ordered = sorted(runs, key=lambda one: -aims.variety(one))
     return next((one for one in ordered if _is_stable(one, aims, trials)), None)
-
-
-def _half(run: ReferenceRun, base: ReferenceRun) -> list[dict[str, Array]]:
-    """The frames half-way from ``run`` to ``base``."""
-    return [
-        {name: _mean(array, ordinary[name]) for name, array in frame.items()}
-        for frame, ordinary in zip(run.frames, base.frames, strict=True)
-    ]
-
-
-def _mean(one: Array, other: Array) -> Array:
-    if one.dtype.kind in "bcOSU":
-        return one
-    middle = (one.astype(np.float64) + other.astype(np.float64)) / 2
-    return np.asarray(middle if is_float(one.dtype) else np.rint(middle)).astype(one.dtype)
 
 
 def _is_stable(run: ReferenceRun, aims: Aims, trials: Trials) -> bool:

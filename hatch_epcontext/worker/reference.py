@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -123,7 +123,7 @@ def reference(
         batch = cpu.batch(runs) if has_batch else {}
         if ranges:
             own = [name for name in names if name not in random]
-            trials = Trials(cpu.run, sized(inputs, model), ranges, states)
+            trials = Trials(cpu.run, cpu.reading, sized(inputs, model), ranges, states)
             runs += changing_runs(Aims.of(runs, own, deciders, scope), trials, needs.multiply_adds)
         runs = _choose(runs, outputs, deciders, synthetic=synthetic)
         rounding = recomputed(fixed.graph, states)
@@ -160,6 +160,7 @@ class _SourceSession:
 
     session: ort.InferenceSession
     source: onnx.ModelProto
+    path: Path
     model: Model
     states: Mapping[str, str]
     inner: frozenset[str]
@@ -170,7 +171,7 @@ class _SourceSession:
     ) -> _SourceSession:
         """Open the file ``path``, made of ``model``."""
         source = onnx.load(path, load_external_data=False)
-        return _SourceSession(_open(source, path, inner), source, model, states, inner)
+        return _SourceSession(_open(source, path, inner), source, path, model, states, inner)
 
     @cached_property
     def frozen(self) -> Arrays:
@@ -195,6 +196,11 @@ class _SourceSession:
             outputs=tuple(_some(arrays, outputs) for arrays in frames),
             candidates=tuple(_some(arrays, self.inner) for arrays in frames) if self.inner else (),
         )
+
+    def reading(self, names: frozenset[str]) -> Callable[[Sample], ReferenceRun]:
+        """What `run` does, in a session that also returns the values ``names``."""
+        inner = self.inner | names
+        return replace(self, session=_open(self.source, self.path, inner), inner=inner).run
 
     def random(self, first: ReferenceRun) -> frozenset[str]:
         """The outputs that differ between ``first`` and another run of the same sample."""

@@ -62,6 +62,17 @@ PEAKS = """(int16[1, 3, 100] counts) => (int32[1, 1] y) <float limit = {2500}, i
       after = Slice (n, one, n96, two) before = Slice (n, zero, n95, two) change = Sub (after, before)
       rise = Max (change, none) y = ReduceSum <keepdims = 0> (rise, two) }"""
 
+WINDOW = """(float[1, 64] x) => (bool[1] y) <float low = {500}, float high = {520}>
+    { squares = Mul (x, x) mean = ReduceMean <axes = [1], keepdims = 0> (squares) size = Sqrt (mean)
+      is_above = Greater (size, low) is_below = Less (size, high) y = And (is_above, is_below) }"""
+
+EQUAL = """(int64[1, 4] parts) => (bool[1] y) <int64 wanted = {1234}>
+    { sum = ReduceSum <keepdims = 0> (parts, one) y = Equal (sum, wanted) }"""
+
+FENCE = """(float[1, 2] position) => (bool[1, 1] y) <float radius = {0.5}>
+    { away = Sub (position, center) square = ReduceSumSquare <axes = [1]> (away) distance = Sqrt (square)
+      y = Less (distance, radius) }"""
+
 NAMED = {"zero": 0, "one": 1, "two": 2, "eleven": 11, "twelve": 12}
 NUMBERS = NAMED | {f"n{number}": number for number in (59, 60, 95, 96)}
 
@@ -73,6 +84,8 @@ def made_of(text: str) -> onnx.ModelProto:
     }
     if "limits" in text:
         stored["limits"] = np.array([[18.5, 25, 30]], np.float32)
+    if "center" in text:
+        stored["center"] = np.array([[48.1, 11.5]], np.float32)
     return parsed(text, **stored)
 
 
@@ -83,8 +96,20 @@ def found(expected: Reference) -> list[str]:
 
 @pytest.mark.parametrize(
     "text",
-    [PRODUCT, QUOTIENT, DEVIATION, GAPS, SUM, LEVEL, ARGMAX, DEBOUNCED, PEAKS],
-    ids=["product", "quotient", "z", "gaps", "sum", "floor", "argmax", "debounced", "peaks"],
+    [
+        pytest.param(PRODUCT, id="product"),
+        pytest.param(QUOTIENT, id="quotient"),
+        pytest.param(DEVIATION, id="deviation"),
+        pytest.param(GAPS, id="gaps"),
+        pytest.param(SUM, id="sum"),
+        pytest.param(LEVEL, id="floor"),
+        pytest.param(ARGMAX, id="argmax"),
+        pytest.param(DEBOUNCED, id="debounced"),
+        pytest.param(PEAKS, id="peaks"),
+        pytest.param(WINDOW, id="window"),
+        pytest.param(EQUAL, id="equal"),
+        pytest.param(FENCE, id="fence"),
+    ],
 )
 def test_an_output_that_is_always_the_same_is_compared_where_it_changes(
     text: str, tmp_path: Path
