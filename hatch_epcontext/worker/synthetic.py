@@ -307,6 +307,26 @@ def _clouds(height: int, width: int, rng: np.random.Generator) -> Numbers:
     return np.asarray(clouds / max(clouds.max(), 1e-9))
 
 
+def _text(height: int, width: int, rng: np.random.Generator) -> Numbers:
+    """Black on white, lines of letters that have up to six strokes each; dots where there is no room."""
+    dot = 1 + min(height, width) // 150
+    lines, letters = height // (12 * dot), width // (6 * dot)
+    if not lines or not letters:
+        return (rng.random((height, width)) > 0.1).astype(np.float64)
+    strokes = rng.random((6, lines, letters, 1)) < 0.5
+    # Between words there are spaces.
+    strokes &= rng.random((lines, letters, 1)) > 0.15
+    ink = np.zeros((lines, letters, 12, 6), bool)
+    for number, place in enumerate((0, 3, 6)):
+        ink[:, :, 2 + place, :5] |= strokes[number]
+    for number, place in enumerate((0, 2, 4)):
+        ink[:, :, 2:9, place] |= strokes[3 + number]
+    dots = ink.transpose(0, 2, 1, 3).reshape(12 * lines, 6 * letters)
+    page = np.ones((height, width))
+    page[: 12 * dot * lines, : 6 * dot * letters] -= np.kron(dots, np.ones((dot, dot)))
+    return page
+
+
 def _flat(share: float) -> _Picture:
     return lambda shape, rng: np.full(shape, share)
 
@@ -318,7 +338,7 @@ _PICTURES: Mapping[str, _Picture] = {
     "checkers": _in_plane(
         lambda height, width, rng: (np.indices((height, width)).sum(0) // 8 % 2).astype(float)
     ),
-    "text": _in_plane(lambda height, width, rng: (rng.random((height, width)) > 0.1).astype(float)),
+    "text": _in_plane(_text),
     "gradient": _in_plane(
         lambda height, width, rng: np.broadcast_to(np.linspace(0, 1, width), (height, width))
     ),

@@ -151,6 +151,28 @@ def test_a_picture_without_structure_is_not_usual(known: bool) -> None:
     assert {"gradient", "half noise"} <= {each.nature for each in bounded if each.usual}
 
 
+def test_a_picture_of_text_has_lines_of_letters_if_there_is_room() -> None:
+    def text_of(*shape: int) -> np.ndarray:
+        x = TensorFacts("x", "float32", shape)
+        found = fed([x], {"x": Range(0, 1, known=False, picture=True)})
+        return next(each.feeds["x"][0, 0] for each in found if each.nature == "text")
+
+    page = text_of(1, 3, 160, 320)
+    assert {*np.unique(page)} == {0.0, 1.0}
+    blank = (page == 1).all(axis=1)
+    # A letter has 7 dots of 2 pixels, and a line 12 dots.
+    assert np.array_equal(blank.reshape(-1, 2)[:, 0], blank.reshape(-1, 2)[:, 1])
+    lines = ~blank[:144].reshape(6, 24)
+    assert (lines.any(axis=1).all(), lines[:, :4].any(), lines[:, 18:].any()) == (
+        True,
+        False,
+        False,
+    )
+    assert 0.1 < (page == 0).mean() < 0.3
+    # Dots instead.
+    assert 0 < (text_of(1, 3, 11, 11) == 0).mean() < 0.3
+
+
 def test_ids_have_the_special_tokens() -> None:
     found = fed([I], {"i": Range(0, 999, known=True, whole=True)})
     by_nature = {each.nature: each.feeds["i"].tolist() for each in found}
