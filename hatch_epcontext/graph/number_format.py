@@ -31,6 +31,7 @@ RewriteName = Literal[
     "hard-swish",
     "reciprocals",
     "floor",
+    "scaled-division",
     "broadcast",
 ]
 """The rewrites of nodes that EPs compute wrong, or inexactly: see `rewrites.precise`."""
@@ -50,7 +51,7 @@ ALWAYS: tuple[RewriteName, ...] = (
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
 FOR_RANGES: tuple[RewriteName, ...] = (
-    *("log-power", "log-floor", "log-sum-exp", "scaled-square", "floor"),
+    *("log-power", "log-floor", "log-sum-exp", "scaled-square", "floor", "scaled-division"),
 )
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 

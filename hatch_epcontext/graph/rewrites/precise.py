@@ -22,6 +22,7 @@ from hatch_epcontext.graph.rewrites import integers, scaling
 from hatch_epcontext.graph.rewrites.pools import is_padded_unevenly, pad_before
 from hatch_epcontext.graph.rewriting import Applies, Rewrite, rewrites
 from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.graph.values.linear import ends
 
 _BROADCASTING = 8
 """The opset from which Max and Min accept a number beside a tensor."""
@@ -467,6 +468,27 @@ def _floor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add(node.op_type, builder.add("Max", node.input[0], builder.number(-80)))]
 
 
+_EIGHTH = 1 / 8
+"""By what divisors are multiplied so that all that float16 has are small enough."""
+
+
+def _is_quotient(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether floats are divided by computed ones, which are not scaled yet."""
+    divisor = node.input[-1]
+    dtype, maker = scope.dtype(divisor), scope.maker(divisor)
+    if dtype is None or dtype.kind != "f" or scope.constant(divisor) is not None:
+        return False
+    return maker is None or maker.op_type != "Mul" or ends(maker.input[1], scope) != (_EIGHTH,)
+
+
+def _scaled_division(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """That of an eighth by an eighth."""
+    eighth = builder.number(_EIGHTH)
+    parts = [builder.add("Mul", name, eighth) for name in node.input]
+    result = builder.add(node.op_type, *parts)
+    return [result if node.op_type == "Div" else builder.add("Mul", result, eighth)]
+
+
 _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
     "square": (_power, ("Pow",), None),
     "mean": (_mean, ("Mul", "Div"), None),
@@ -479,6 +501,7 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
     "variance": (_covariance, ("Sub",), None),
     "scaled-square": (_root, ("Sqrt", "ReduceL2"), None),
     "floor": (_floor, ("Exp", "Mish", "Softplus"), None),
+    "scaled-division": (_scaled_division, ("Div", "Reciprocal"), _is_quotient),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh"), None),
     **integers.RULES,
     **scaling.RULES,

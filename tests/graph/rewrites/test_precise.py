@@ -314,7 +314,16 @@ def test_a_norm_is_that_of_scaled_values(body: str) -> None:
     assert "ReduceMax" in mended(of(body, STORED), "scaled-square")
 
 
+@pytest.mark.parametrize(
+    ("body", "end"),
+    [("y = Div(x, z)", ["Mul", "Mul", "Div"]), ("y = Reciprocal(z)", ["Mul", "Reciprocal", "Mul"])],
+)
+def test_a_quotient_is_that_of_eighths(body: str, end: list[str]) -> None:
+    assert mended(of(body, STORED, given=PAIR), "scaled-division") == end
+
+
 STAYING = {
+    "scaled-division": ["y = Div(x, two)"],
     "square": [f"y = Pow({powers})" for powers in ("x, three", "x, row", "x, deep", "x, n", "two, x")],
     "mean": [
         "total = ReduceSum(x) y = Div(count, total)",
