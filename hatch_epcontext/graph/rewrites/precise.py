@@ -19,6 +19,14 @@ from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Rule
 from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, FUSING, RewriteName
 from hatch_epcontext.graph.rewrites import integers, scaling
+from hatch_epcontext.graph.rewrites.matching import (
+    factors_of,
+    is_read_once,
+    is_scaled,
+    number_beside,
+    scale_of,
+    value_squared,
+)
 from hatch_epcontext.graph.rewrites.pools import is_padded_unevenly, pad_before
 from hatch_epcontext.graph.rewriting import Applies, Rewrite, rewrites
 from hatch_epcontext.graph.scope import Scope, Types
@@ -36,20 +44,9 @@ _MOST_BITS, _LIMIT_BITS = 24, 15
 """The most bits by which smaller numbers are scaled, and those of the largest result."""
 
 
-def _number_beside(value: str, name: str, scope: Scope) -> float | None:
-    """The stored number ``name``, also in a tensor of one value, if ``value`` keeps its shape beside it."""
-    rank, value_rank = (len(scope.sizes(operand) or ()) for operand in (name, value))
-    tensor = scope.stored.get(name)
-    # Skips weights.
-    if tensor is None or math.prod(tensor.dims) != 1 or rank > value_rank:
-        return None
-    array = graph.array_of(tensor)
-    return None if array is None else float(array.item())
-
-
 def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value, name = node.input
-    number = _number_beside(value, scope.origin(name, ("Cast", "Identity")), scope)
+    number = number_beside(value, scope.origin(name, ("Cast", "Identity")), scope)
     if number == 2:
         return [builder.add("Mul", value, value)]
     dtype = scope.dtype(value)
@@ -62,8 +59,8 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     name, other = node.input
     if node.op_type == "Mul" and scope.stored.get(name) is not None:
         name, other = other, name
-    total, number = scope.maker(name), _number_beside(name, other, scope)
-    if total is None or graph.operator(total) != "ReduceSum" or not _is_read_once(name, scope):
+    total, number = scope.maker(name), number_beside(name, other, scope)
+    if total is None or graph.operator(total) != "ReduceSum" or not is_read_once(name, scope):
         return None
     sizes, axes = scope.sizes(total.input[0]), scope.axes(total)
     if not number or sizes is None or axes is None or builder.dtype.kind != "f":
@@ -75,12 +72,6 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         return None
     keepdims = graph.number(total, "keepdims", 1)
     return [builder.reduced("ReduceMean", total.input[0], axes, keepdims)]
-
-
-def _is_read_once(name: str, scope: Scope) -> bool:
-    """Whether a value has one reader, and is not an output of the graph."""
-    is_output = any(output.name == name for output in scope.body.output)
-    return name in scope.makers and not is_output and len(scope.readers[name]) == 1
 
 
 def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -183,26 +174,13 @@ def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     return [builder.add(node.op_type, builder.add("Max", value, builder.number(-60000)))]
 
 
-def _squared(name: str, scope: Scope) -> str | None:
-    """The value whose square is ``name``."""
-    node = scope.maker(name)
-    if node is None:
-        return None
-    value, other = graph.operands(node, 2)
-    if (operator := graph.operator(node)) == "Pow":
-        is_square = _number_beside(value, other, scope) == 2
-    else:
-        is_square = operator == "Mul" and value == other
-    return value if is_square else None
-
-
 def _beside_number(name: str, operator: str, scope: Scope) -> tuple[str, float] | None:
     """What ``operator`` makes ``name`` of: a value, and a stored number that is not negative."""
     node = scope.maker(name)
     if node is None or node.op_type != operator or len(node.input) != 2:
         return None
     number, value = sorted(node.input, key=lambda operand: scope.stored.get(operand) is None)
-    least = _number_beside(value, number, scope)
+    least = number_beside(value, number, scope)
     return None if least is None or least < 0 else (value, least)
 
 
@@ -212,7 +190,7 @@ def _at_least(name: str, scope: Scope) -> tuple[str, float] | None:
     if node is None or node.op_type != "Clip":
         return _beside_number(name, "Max", scope)
     value, low, high = graph.operands(node, 3)
-    least, most = (_number_beside(value, bound, scope) for bound in (low, high))
+    least, most = (number_beside(value, bound, scope) for bound in (low, high))
     is_open = not high or (most is not None and most >= _LARGEST)
     return (value, least) if is_open and least is not None and least >= 0 else None
 
@@ -237,7 +215,7 @@ def _log_of_squares(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
         return None
     power, number = limited
     # Some square a root again.
-    root = scope.maker(_squared(power, scope) or "")
+    root = scope.maker(value_squared(power, scope) or "")
     total = scope.maker(root.input[0] if root is not None and root.op_type == "Sqrt" else power)
     weights, is_first = "", False
     if total is not None and total.op_type == "MatMul":
@@ -248,14 +226,14 @@ def _log_of_squares(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
             return None
     if total is None or total.op_type != "Add":
         return None
-    values = [value for name in total.input if (value := _squared(name, scope))]
+    values = [value for name in total.input if (value := value_squared(name, scope))]
     if len(values) != 2:
         return None
     least = math.sqrt(number)
     largest = builder.add("Max", *(builder.add("Abs", value) for value in values))
     if weights:
         largest = builder.reduced("ReduceMax", largest, [-2 if is_first else -1], keepdims=1)
-    scale = _scale(largest, least, 64, builder)
+    scale = scale_of(largest, least, 64, builder)
     power = builder.add("Add", *(_scaled_square(value, scale, builder) for value in values))
     if weights:
         power = builder.add("MatMul", *((weights, power) if is_first else (power, weights)))
@@ -275,7 +253,7 @@ def _log_of_more(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Output
         return None
     bits = math.ceil(math.log2(_LEAST / number))
     limit = 2.0 ** (_LIMIT_BITS - bits)
-    if root := _squared(value, scope):
+    if root := value_squared(value, scope):
         small = builder.add("Min", builder.add("Abs", root), builder.number(math.sqrt(limit)))
         small = builder.add("Mul", small, builder.number(2.0 ** (bits / 2)))
         small = builder.add("Mul", small, small)
@@ -328,18 +306,18 @@ def _root_of_squares(value: str, number: float, scope: Scope, builder: Builder) 
         return _root_of_two(total, number, scope, builder)
     if total is None or total.op_type not in ("ReduceMean", "ReduceSum"):
         return None
-    squared = _squared(total.input[0], scope)
+    squared = value_squared(total.input[0], scope)
     return _scaled_root(total, squared, number, scope, builder) if squared else None
 
 
 def _root_of_two(total: onnx.NodeProto, number: float, scope: Scope, builder: Builder) -> Outputs:
     """That of ``number`` and ``total``, the sum of two squares, whose values are scaled by the larger."""
-    values = [value for name in total.input if (value := _squared(name, scope))]
-    if len(values) != 2 or any(_is_scaled(value, scope) for value in values):
+    values = [value for name in total.input if (value := value_squared(name, scope))]
+    if len(values) != 2 or any(is_scaled(value, scope) for value in values):
         return None
     least = math.sqrt(number)
     largest = builder.add("Max", *(builder.add("Abs", value) for value in values))
-    scale = _scale(largest, least, 64, builder)
+    scale = scale_of(largest, least, 64, builder)
     power = builder.add("Add", *(_scaled_square(value, scale, builder) for value in values))
     if least:
         power = builder.add("Add", power, _scaled_square(builder.number(least), scale, builder))
@@ -351,30 +329,17 @@ def _scaled_root(
 ) -> Outputs:
     """That of ``number`` and what the reduction ``total`` makes of the squares of ``value``."""
     axes = scope.axes(total)
-    if axes is None or _is_scaled(value, scope):
+    if axes is None or is_scaled(value, scope):
         return None
     keeps, least = graph.number(total, "keepdims", 1), math.sqrt(number)
     operator, factor = ("ReduceMean", 8) if total.op_type == "ReduceMean" else ("ReduceSum", 4)
     largest = builder.reduced("ReduceMax", builder.add("Abs", value), axes, keepdims=1)
-    scale = _scale(largest, least, factor, builder)
+    scale = scale_of(largest, least, factor, builder)
     square = builder.reduced(operator, _scaled_square(value, scale, builder), axes, keepdims=1)
     if least:
         square = builder.add("Add", square, _scaled_square(builder.number(least), scale, builder))
     result = builder.add("Mul", builder.add("Sqrt", square), scale)
     return [result if keeps else builder.squeeze(result, axes)]
-
-
-def _is_scaled(value: str, scope: Scope) -> bool:
-    """Whether ``value`` is divided by what is computed too."""
-    maker = scope.maker(value)
-    return maker is not None and maker.op_type == "Div" and scope.constant(maker.input[1]) is None
-
-
-def _scale(largest: str, least: float, factor: int, builder: Builder) -> str:
-    """By what values are divided so that the largest, or at least ``least``, is about ``factor``."""
-    part = builder.add("Mul", largest, builder.number(1 / factor))
-    # QNN's Div is right for divisors from 1.53e-5 to 16384 only.
-    return builder.add("Max", part, builder.number(max(2**-14, least / factor)))
 
 
 def _scaled_square(value: str, scale: str, builder: Builder) -> str:
@@ -412,20 +377,9 @@ def _sum_of_powers(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
     return [builder.add("Add", builder.add("Log", sum_), largest)]
 
 
-def _factors(name: str, scope: Scope) -> tuple[str, str] | None:
-    """The two values whose product is ``name``."""
-    if value := _squared(name, scope):
-        return value, value
-    node = scope.maker(name)
-    if node is None or graph.operator(node) != "Mul":
-        return None
-    one, other = node.input
-    return one, other
-
-
 def _different_factors(name: str, scope: Scope) -> tuple[str, str] | None:
     """Two different values whose product is ``name``; no constants, nor what is small: roots and signs."""
-    factors = _factors(name, scope)
+    factors = factors_of(name, scope)
     if factors is None or len({*factors}) == 1:
         return None
     makers = (scope.maker(factor) for factor in factors)
@@ -438,10 +392,10 @@ def _covariance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     """The mean of squares less the square of the mean, and so of products: both are nearly equal for nearly
     equal values.
     """
-    product, means = scope.maker(node.input[0]), _factors(node.input[1], scope)
+    product, means = scope.maker(node.input[0]), factors_of(node.input[1], scope)
     if product is None or product.op_type != "ReduceMean" or means is None:
         return None
-    values, axes = _factors(product.input[0], scope), scope.axes(product)
+    values, axes = factors_of(product.input[0], scope), scope.axes(product)
     keeps = graph.number(product, "keepdims", 1)
     by_mean = {
         maker.input[0]: mean

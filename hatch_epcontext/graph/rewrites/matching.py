@@ -1,0 +1,63 @@
+"""Products, squares and stored numbers in a graph, which several rewrites look for."""
+
+from __future__ import annotations
+
+import math
+
+from hatch_epcontext.graph import graph
+from hatch_epcontext.graph.builder import Builder
+from hatch_epcontext.graph.scope import Scope
+
+
+def number_beside(value: str, name: str, scope: Scope) -> float | None:
+    """The stored number ``name``, also in a tensor of one value, if ``value`` keeps its shape beside it."""
+    rank, value_rank = (len(scope.sizes(operand) or ()) for operand in (name, value))
+    tensor = scope.stored.get(name)
+    # Skips weights.
+    if tensor is None or math.prod(tensor.dims) != 1 or rank > value_rank:
+        return None
+    array = graph.array_of(tensor)
+    return None if array is None else float(array.item())
+
+
+def is_read_once(name: str, scope: Scope) -> bool:
+    """Whether a value has one reader, and is not an output of the graph."""
+    is_output = any(output.name == name for output in scope.body.output)
+    return name in scope.makers and not is_output and len(scope.readers[name]) == 1
+
+
+def value_squared(name: str, scope: Scope) -> str | None:
+    """The value whose square is ``name``."""
+    node = scope.maker(name)
+    if node is None:
+        return None
+    value, other = graph.operands(node, 2)
+    if (operator := graph.operator(node)) == "Pow":
+        is_square = number_beside(value, other, scope) == 2
+    else:
+        is_square = operator == "Mul" and value == other
+    return value if is_square else None
+
+
+def factors_of(name: str, scope: Scope) -> tuple[str, str] | None:
+    """The two values whose product is ``name``."""
+    if value := value_squared(name, scope):
+        return value, value
+    node = scope.maker(name)
+    if node is None or graph.operator(node) != "Mul":
+        return None
+    one, other = node.input
+    return one, other
+
+
+def is_scaled(value: str, scope: Scope) -> bool:
+    """Whether ``value`` is divided by what is computed too."""
+    maker = scope.maker(value)
+    return maker is not None and maker.op_type == "Div" and scope.constant(maker.input[1]) is None
+
+
+def scale_of(largest: str, least: float, factor: int, builder: Builder) -> str:
+    """By what values are divided so that the largest, or at least ``least``, is about ``factor``."""
+    part = builder.add("Mul", largest, builder.number(1 / factor))
+    # QNN's Div is right for divisors from 1.53e-5 to 16384 only.
+    return builder.add("Max", part, builder.number(max(2**-14, least / factor)))
