@@ -205,8 +205,8 @@ class Builder:
         self.stored.append(numpy_helper.from_array(np.asarray(values), name))
         return name
 
-    def number(self, value: float) -> str:
-        """Store ``value``, in the dtype of the node that is replaced."""
+    def number(self, value: ArrayLike) -> str:
+        """Store ``value``, one number or several, in the dtype of the node that is replaced."""
         return self.store(np.asarray(value, self.dtype))
 
     def integers(self, values: Sequence[int]) -> str:

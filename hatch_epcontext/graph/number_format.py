@@ -18,10 +18,13 @@ RewriteName = Literal[
     "pool-padding",
     "variance",
     "split-integers",
+    "factors",
     "log-power",
     "log-floor",
     "log-sum-exp",
     "scaled-square",
+    "scaled-product",
+    "ratio",
     "unfuse-activation",
     "truncate",
     "modulo",
@@ -46,12 +49,15 @@ ALWAYS: tuple[RewriteName, ...] = (
     *("square", "mean", "clip-inputs", "int64-outputs", "pool-padding", "variance"),
     # Before remainders are rewritten, from which no range can be read.
     "split-integers",
+    "factors",
     *WHOLE,
 )
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
 FOR_RANGES: tuple[RewriteName, ...] = (
-    *("log-power", "log-floor", "log-sum-exp", "scaled-square", "floor", "scaled-division"),
+    *("log-power", "log-floor", "log-sum-exp", "scaled-square", "scaled-product", "floor"),
+    # Numbers that an eighth multiplies are in a ratio too.
+    *("scaled-division", "ratio"),
 )
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
@@ -61,7 +67,7 @@ FOR_KERNELS: tuple[RewriteName, ...] = ("unfuse-activation",)
 CORRECTIONS = (FOR_RANGES, FOR_KERNELS)
 """Those that add nodes, in the groups that are tried one after the other if outputs differ, or may differ."""
 
-_FOR_SMALL_RANGES = frozenset[RewriteName]({"mean", "variance", *FOR_RANGES})
+_FOR_SMALL_RANGES = frozenset[RewriteName]({"mean", "variance", "factors", *FOR_RANGES})
 """Those that keep sums, squares and their differences within the range of float16."""
 
 

@@ -18,7 +18,7 @@ import onnx
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Rule
 from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, FUSING, RewriteName
-from hatch_epcontext.graph.rewrites import integers, scaling
+from hatch_epcontext.graph.rewrites import factors, integers, scaling
 from hatch_epcontext.graph.rewrites.matching import (
     factors_of,
     is_read_once,
@@ -459,6 +459,7 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh"), None),
     **integers.RULES,
     **scaling.RULES,
+    **factors.RULES,
 }
 
 PRECISE: Mapping[RewriteName, Rewrite] = {
@@ -474,6 +475,7 @@ _BESIDE: Mapping[RewriteName, frozenset[str]] = {
     "log-sum-exp": frozenset({"Exp", "ReduceSum"}),
     "mean": frozenset({"ReduceSum"}),
     "split-integers": frozenset({"Cast"}),
+    "ratio": frozenset({"Cast"}),
     "variance": frozenset({"ReduceMean"}),
 }
 """The other operators of what some rewrites change."""

@@ -14,11 +14,23 @@ from hatch_epcontext.graph.dtypes import Numbers
 from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.graph.rewriting import Applies
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.graph.values.affine import affine, is_last, is_shifted, is_split
+from hatch_epcontext.graph.values.affine import (
+    Affine,
+    affine,
+    is_last,
+    is_long,
+    is_shifted,
+    is_split,
+    logarithm,
+    of_operand,
+)
 
 _PART = 3 * 2**14
 """By what integers of 32 bits are divided so that float16 has both parts; QNN rounds quotients by powers of
 two down, which makes two large parts of a small negative number."""
+
+_LIMITING = 12
+"""The opset from which Min takes integers."""
 
 _UNIT = 2.0**-15
 """What 1 is in the sum of both parts."""
@@ -29,56 +41,98 @@ _SMALLEST = 2.0**-14
 
 def _is_wide(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether arithmetic ends here that scales large integers down, or subtracts a large one."""
+    if node.op_type == "Log":
+        return logarithm(node, scope) is not None
     value = affine(node, scope) if is_last(node, scope) else None
     return value is not None and (is_split(value, scope) or is_shifted(value))
 
 
-def _scale(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+def _split(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The integers, moved by whole ones and split into two parts, each times the factor."""
+    if node.op_type == "Log":
+        return _logarithm(node, scope, builder)
     value = affine(node, scope)
     if value is None:
         return None
-    whole, dtype = value.whole, scope.known_dtype(value.whole)
-    for move in reversed(value.moves):
-        (whole,) = builder.add_like(move, move.op_type, [whole, *move.input[1:]])
-    if value.shift.any():
-        whole = builder.add("Add", whole, builder.store(value.shift.astype(dtype)))
-    if is_split(value, scope):
-        result = _of_parts(whole, value.scale, dtype, builder)
-    else:
+    whole = _shifted(value, scope, builder)
+    if not is_split(value, scope):
         result = _as_floats(whole, builder)
         if (value.scale != 1).any():
-            result = builder.add("Mul", result, _floats(value.scale, builder))
-    return [
-        builder.add("Add", result, _floats(value.rest, builder)) if value.rest.any() else result
-    ]
+            result = builder.add("Mul", result, builder.number(value.scale))
+    elif np.abs(value.scale).min() >= _SMALLEST:
+        result = _of_parts(whole, value.scale, scope.known_dtype(value.whole), builder)
+    else:
+        # The factor of one part would have few bits itself.
+        result = _of_parts(whole, _UNIT, scope.known_dtype(value.whole), builder)
+        result = builder.add("Mul", result, builder.number(value.scale / _UNIT))
+    if value.rest.any():
+        result = builder.add("Add", result, builder.number(value.rest))
+    return [result]
 
 
-def _of_parts(whole: str, scale: Numbers, dtype: np.dtype[Any], builder: Builder) -> str:
-    """``scale * whole``."""
+def _shifted(value: Affine, scope: Scope, builder: Builder) -> str:
+    """The integers, moved as ``value`` says, with the whole constant that is added to them."""
+    whole = value.whole
+    for move in reversed(value.moves):
+        (whole,) = builder.add_like(move, move.op_type, [whole, *move.input[1:]])
+    if not value.shift.any():
+        return whole
+    shift = value.shift.astype(scope.known_dtype(value.whole))
+    return builder.add("Add", whole, builder.store(shift))
+
+
+def _of_parts(whole: str, scale: Numbers | float, dtype: np.dtype[Any], builder: Builder) -> str:
+    """``scale * whole``, of a quotient and a rest."""
     part = builder.store(np.array(_PART, dtype))
     quotient = builder.add("Div", whole, part)
     rest = builder.add("Sub", whole, builder.add("Mul", quotient, part))
-    # A smaller factor of the rest would lose bits itself.
-    is_direct = np.abs(scale).min() >= _SMALLEST
-    unit = scale if is_direct else np.array(_UNIT)
     parts = (
-        builder.add("Mul", _as_floats(name, builder), _floats(unit * factor, builder))
-        for name, factor in ((quotient, _PART), (rest, 1))
+        builder.add("Mul", _as_floats(name, builder), builder.number(scale * factor))
+        for name, factor in ((quotient, _PART), (rest, 1.0))
     )
-    total = builder.add("Add", *parts)
-    return total if is_direct else builder.add("Mul", total, _floats(scale / _UNIT, builder))
+    return builder.add("Add", *parts)
+
+
+def _logarithm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """That of a small number, and that of what a larger one is more."""
+    value = logarithm(node, scope)
+    if value is None or builder.opset < _LIMITING:
+        return None
+    whole, dtype = _shifted(value, scope, builder), scope.known_dtype(value.whole)
+    small = builder.add("Min", whole, builder.store(np.array(1 / _UNIT, dtype)))
+    more = builder.add("Max", _of_parts(whole, _UNIT, dtype, builder), builder.number(1.0))
+    logarithms = (builder.add("Log", part) for part in (_as_floats(small, builder), more))
+    return [builder.add("Add", *logarithms)]
+
+
+def _is_ratio(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether a Div has floats of integers, of which one is large."""
+    values = [of_operand(node, operand, scope) for operand in (0, 1)]
+    return all(value is not None and not value.rest.any() for value in values) and any(
+        value is not None and is_long(value, scope) for value in values
+    )
+
+
+def _divide(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The quotient of two small numbers that are in the same ratio."""
+    parts, scales = [], []
+    for operand in (0, 1):
+        value = of_operand(node, operand, scope)
+        if value is None:
+            return None
+        whole = _shifted(value, scope, builder)
+        parts.append(_of_parts(whole, _UNIT, scope.known_dtype(value.whole), builder))
+        scales.append(value.scale)
+    quotient, scale = builder.add("Div", *parts), scales[0] / scales[1]
+    return [builder.add("Mul", quotient, builder.number(scale)) if (scale != 1).any() else quotient]
 
 
 def _as_floats(whole: str, builder: Builder) -> str:
     return builder.add("Cast", whole, to=helper.np_dtype_to_tensor_dtype(builder.dtype))
 
 
-def _floats(values: Numbers, builder: Builder) -> str:
-    return builder.store(values.astype(builder.dtype))
-
-
 RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
-    "split-integers": (_scale, ("Add", "Div", "Mul", "Sub"), _is_wide),
+    "split-integers": (_split, ("Add", "Div", "Log", "Mul", "Sub"), _is_wide),
+    "ratio": (_divide, ("Div",), _is_ratio),
 }
 """Rules with their operators, and whether a node needs one: others stay as they are."""

@@ -59,7 +59,7 @@ def affine(node: onnx.NodeProto, scope: Scope) -> Affine | None:
     moves: list[onnx.NodeProto] = []
     seen = set[str]()
     while not _makes_floats(node) or scope.dtype(node.input[0]) not in _LONG:
-        step = _step(node, scope)
+        step = step_of(node, scope)
         if step is None or (moves and max(step.factor.size, step.summand.size) > 1):
             return None
         if graph.operator(node) in _MOVES:
@@ -82,7 +82,7 @@ def affine(node: onnx.NodeProto, scope: Scope) -> Affine | None:
     return Affine(node.input[0], tuple(moves), scale, shift, rest)
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A result is ``factor`` times ``operand`` plus ``summand``."""
 
     operand: str
@@ -90,10 +90,11 @@ class _Step(NamedTuple):
     summand: Numbers = np.array(0.0)
 
 
-def _step(node: onnx.NodeProto, scope: Scope) -> _Step | None:
+def step_of(node: onnx.NodeProto, scope: Scope) -> Step | None:
+    """What ``node`` makes of its operand; None if it is no arithmetic with stored floats, and no move."""
     operator = graph.operator(node)
     if _makes_floats(node) or operator in _MOVES:
-        return _Step(node.input[0])
+        return Step(node.input[0])
     if operator not in _ARITHMETIC:
         return None
     for number, other in ((0, 1), (1, 0)):
@@ -106,9 +107,9 @@ def _step(node: onnx.NodeProto, scope: Scope) -> _Step | None:
         sign = -1.0 if operator == "Sub" and number == 1 else 1.0
         if operator in ("Add", "Sub"):
             summand = value if operator == "Add" else -sign * value
-            return _Step(node.input[number], np.full_like(value, sign), summand)
+            return Step(node.input[number], np.full_like(value, sign), summand)
         if operator == "Mul" or (number == 0 and value.all()):
-            return _Step(node.input[number], value if operator == "Mul" else 1 / value)
+            return Step(node.input[number], value if operator == "Mul" else 1 / value)
     return None
 
 
@@ -121,6 +122,20 @@ def is_last(node: onnx.NodeProto, scope: Scope) -> bool:
     return graph.operator(node) in _ARITHMETIC and not _goes_on(node.output[0], scope)
 
 
+def of_operand(node: onnx.NodeProto, operand: int, scope: Scope) -> Affine | None:
+    """As `affine`, of what makes an operand of ``node``."""
+    maker = scope.maker(node.input[operand])
+    return None if maker is None else affine(maker, scope)
+
+
+def logarithm(node: onnx.NodeProto, scope: Scope) -> Affine | None:
+    """The integers of whose sizes, of any number of digits, ``node`` is the logarithm."""
+    value = of_operand(node, 0, scope) if graph.operator(node) == "Log" else None
+    if value is None or value.rest.any() or (value.scale != 1).any():
+        return None
+    return value if is_long(value, scope) and _are_few(value, scope) else None
+
+
 def scales(cast: onnx.NodeProto, scope: Scope) -> list[Numbers]:
     """The factors of all results of the integers of ``cast`` that are split; empty if there are others."""
     found, waiting = [], [cast.output[0]]
@@ -129,6 +144,9 @@ def scales(cast: onnx.NodeProto, scope: Scope) -> list[Numbers]:
         if any(output.name == name for output in scope.body.output):
             return []
         for node in (scope.nodes[index] for index in scope.readers.get(name, ())):
+            if logarithm(node, scope):
+                found.append(np.array(1 / _END))
+                continue
             if _continues(node, name, scope) and not is_last(node, scope):
                 waiting.append(node.output[0])
                 continue
@@ -148,7 +166,9 @@ def _goes_on(name: str, scope: Scope) -> bool:
 
 
 def _continues(node: onnx.NodeProto, name: str, scope: Scope) -> bool:
-    step = _step(node, scope)
+    if logarithm(node, scope):
+        return True
+    step = step_of(node, scope)
     if step is None or step.operand != name:
         return False
     return graph.operator(node) in _ARITHMETIC or _goes_on(node.output[0], scope)
@@ -159,15 +179,24 @@ def is_split(value: Affine, scope: Scope) -> bool:
 
     Pixels and other large tensors are not, although no graph says so.
     """
-    low, high = limits(value.whole, scope)
     sizes = np.abs(value.scale)
     is_scaled = _SMALLEST_SCALE < sizes.min() <= _SCALED and sizes.max() <= _LARGEST_SCALE
-    if max(-low, high) <= _LARGEST or not is_scaled:
+    if not is_scaled or not is_long(value, scope):
         return False
+    low, high = limits(value.whole, scope)
     is_proved = low > -_END and high < _END - 1
+    return is_proved or _are_few(value, scope) or _USUAL / sizes.min() > _LARGEST
+
+
+def is_long(value: Affine, scope: Scope) -> bool:
+    """Whether the integers are not proved to be such as float16 has."""
+    low, high = limits(value.whole, scope)
+    return max(-low, high) > _LARGEST
+
+
+def _are_few(value: Affine, scope: Scope) -> bool:
     shape = scope.shape(value.whole)
-    are_few = shape is not None and math.prod(shape) <= _FEW
-    return is_proved or are_few or _USUAL / sizes.min() > _LARGEST
+    return shape is not None and math.prod(shape) <= _FEW
 
 
 def is_shifted(value: Affine) -> bool:

@@ -28,7 +28,7 @@ X = "(float[2, 3, 4] x) => (float[2, 3, 4] y)"
 NORMALIZED = "(float[2, 3, 8] x, float[2, 3, 8] s, float[8] v, float[8] u) => (float[2, 3, 8] y)"
 LAYER = "(float[3, 1, 4] x, float[1, {0}, 4] w, float[1, {0}, 5] r) => (float[3, 1, 1, 5] y)"
 HEADS = "(float[2, 2, 5, 4] q, float[2, 2, 7, 4] k, float[2, 2, 7, 4] v)"
-NUMBERS = "float two = {2}, float half = {0.5}, float six = {6}"
+NUMBERS = "float two = {2}, float half = {0.5}, float six = {6}, float thousandth = {0.001}"
 
 
 def unary(operator: str, since: int = 7) -> Variants:
@@ -182,6 +182,17 @@ CORRECTED: Mapping[str, Variants] = {
     "split-integers": {
         7: """(int32[2, 3] x) => (float[2, 3] y) <float k = {0.001}, float m = {3000}>
         { f = Cast <to = 1> (x) d = Sub (f, m) y = Mul (d, k) }"""
+    },
+    "ratio": {
+        7: """(int64[2, 3] x) => (float[2, 3] y) <float one = {1}>
+        { f = Cast <to = 1> (x) d = Add (f, one) y = Div (f, d) }"""
+    },
+    "factors": reducing("a = Mul (x, x)", "ReduceSum", "y = Mul (b, thousandth)"),
+    "scaled-product": {
+        9: """(float[2, 3, 4] x) => (float[2, 3, 1] y)
+        { a = Mul (x, x) y = ReduceMean <axes = [-1]> (a) }""",
+        18: """(float[2, 3, 4] x) => (float[2, 3, 1] y) <int64[1] axes = {-1}>
+        { a = Mul (x, x) y = ReduceMean (a, axes) }""",
     },
     "truncate": {9: f"{WHOLE} {{ y = Div (x, two) }}"},
     "modulo": {10: f"{WHOLE} {{ y = Mod (x, two) }}"},

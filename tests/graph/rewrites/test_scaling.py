@@ -153,6 +153,70 @@ def test_what_float16_has_stays(body: str, dtype: str, shape: str) -> None:
     assert "split-integers" not in applicable(of(body, dtype, shape))
 
 
+LONG = np.array([1, 2, 7, 300, 2047, 32767, 32768, 65535, 86399, 131009, 12345678, 2**28])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{ f = Cast <to = 1> (x) y = Log (f) }",
+        "<float one = {1}> { f = Cast <to = 1> (x) p = Add (one, f) y = Log (p) }",
+    ],
+)
+def test_the_logarithm_of_an_integer_is_that_of_a_small_number_and_of_how_much_more_it_is(
+    body: str,
+) -> None:
+    before = of(body)
+    after = rewritten(before, "split-integers")
+    (expected,) = session(before).run(None, {"x": LONG})
+    (rounded,) = session(emulated(after)).run(None, {"x": LONG})
+    np.testing.assert_allclose(rounded, expected, atol=0.01)
+    (small,) = session(emulated(before)).run(None, {"x": LONG})
+    np.testing.assert_array_equal(rounded[:5], small[:5])
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("ratio", "{ f = Cast <to = 1> (x) g = Cast <to = 1> (z) y = Div (f, g) }"),
+        # Per cent.
+        (
+            "ratio",
+            """<float one = {1}, float k = {100}> { f = Cast <to = 1> (x) g = Cast <to = 1> (z)
+            p = Mul (f, k) q = Add (g, one) y = Div (p, q) }""",
+        ),
+    ],
+)
+def test_a_ratio_of_integers_is_that_of_small_numbers(name: str, body: str) -> None:
+    before = parsed(f"(int64[12] x, int64[12] z) => (float[12] y) {body}", 17)
+    after = rewritten(before, name)
+    feeds = {"x": LONG // 3, "z": LONG}
+    (expected,) = session(before).run(None, feeds)
+    (rounded,) = session(emulated(after)).run(None, feeds)
+    np.testing.assert_allclose(rounded, expected, rtol=3e-3)
+    (lost,) = session(emulated(before)).run(None, feeds)
+    assert np.abs(lost / np.maximum(expected, 1e-3) - 1).max() > 0.5
+
+
+def test_a_ratio_of_integers_is_no_division_of_eighths() -> None:
+    """Those of 1 would be divisors that are too small for QNN."""
+    before = parsed(
+        """(int64[12] x, int64[12] z) => (float[12] y)
+        { f = Cast <to = 1> (x) g = Cast <to = 1> (z) y = Div (f, g) }""",
+        17,
+    )
+    after = onnx.ModelProto.FromString(before.SerializeToString())
+    given = (rewrite for name, rewrite in PRECISE.items() if name in ("scaled-division", "ratio"))
+    assert apply(after, [*given], None, {}).names == ("scaled-division", "ratio")
+    assert operators(after) == operators(rewritten(before, "ratio"))
+
+
+def test_a_ratio_of_small_integers_stays() -> None:
+    text = """(int16[4] x, int16[4] z) => (float[4] y)
+        { f = Cast <to = 1> (x) g = Cast <to = 1> (z) y = Div (f, g) }"""
+    assert "ratio" not in applicable(parsed(text, 17))
+
+
 def test_only_the_last_of_a_chain_is_replaced() -> None:
     """A value that something else reads too is computed beside it."""
     before = parsed(
