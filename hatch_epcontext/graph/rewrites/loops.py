@@ -18,6 +18,9 @@ from hatch_epcontext.graph.scope import Scope
 SCANS_WITHOUT_BATCH = 9
 """The opset from which Scan has no batches and lengths."""
 
+_STATELESS = 11
+"""The opset from which a Loop may have no state."""
+
 
 @rewrites("Loop")
 def unroll_loop(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -217,8 +220,16 @@ def _loop_once(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     inner = copy_of(node)
     inner.name = builder.fresh(f"{node.name}{INSIDE}")
     cond, goes_on = builder.fresh("cond"), builder.fresh("goes_on")
-    results = [onnx.ValueInfoProto(name=goes_on)]
-    results[0].type.tensor_type.elem_type = TensorProto.BOOL
+    state = [builder.fresh("state")] if builder.opset < _STATELESS else []
+    results = [
+        helper.make_tensor_value_info(flag, TensorProto.BOOL, [])
+        for flag in (goes_on, *map(builder.fresh, state))
+    ]
+    flags = zip((cond, *state), [result.name for result in results], strict=True)
+    passed = [
+        helper.make_node("Identity", [flag], [result], f"{inner.name}/{flag}")
+        for flag, result in flags
+    ]
     for index, name in enumerate(node.output):
         if not name:
             continue
@@ -227,15 +238,18 @@ def _loop_once(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
             return Declined(f"the type of {name!r} is not known")
         results.append(onnx.ValueInfoProto(name=inner.output[index], type=type_))
     number = helper.make_tensor_value_info(builder.fresh("number"), TensorProto.INT64, [])
-    condition = helper.make_tensor_value_info(cond, TensorProto.BOOL, [])
-    passed = helper.make_node("Identity", [cond], [goes_on], f"{inner.name}/condition")
-    name = builder.fresh("once")
-    body = helper.make_graph([passed, inner], name, [number, condition], results)
-    operands = [builder.store(np.int64(1)), builder.store(np.bool_(True))]
-    outputs = builder.add_all("Loop", operands, [name for name in node.output if name], body=body)
+    conditions = [
+        helper.make_tensor_value_info(flag, TensorProto.BOOL, []) for flag in (cond, *state)
+    ]
+    body = helper.make_graph(
+        [*passed, inner], builder.fresh("once"), [number, *conditions], results
+    )
+    operands = [builder.store(np.int64(1)), *(builder.store(np.bool_(True)) for _ in conditions)]
+    names = [name for name in node.output if name]
+    outputs = builder.add_all("Loop", operands, [*state, *names], body=body)
     builder.nodes[-1].name = node.name
     values = []
-    for output, name in zip(outputs, filter(None, node.output), strict=True):
+    for output, name in zip(outputs[len(state) :], names, strict=True):
         shape = scope.shape(name)
         is_fixed = shape is not None and 0 not in shape
         values.append(

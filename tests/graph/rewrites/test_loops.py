@@ -228,6 +228,12 @@ def test_a_loop_that_stays_keeps_its_unrolled_inside() -> None:
     assert [node.op_type for node in graph.nodes(result.graph)].count("Loop") == 1
 
 
+def test_a_loop_of_an_old_opset_that_leaves_a_node_to_the_cpu_has_a_state() -> None:
+    model = parsed("(float[2, 4] x) => (float[2, 4] y) { a = Neg (x) y = Relu (a) }", opset=9)
+    after = rewritten(model, leave_to_cpu, allowed=["Relu"])
+    assert len(after.graph.node[1].input) == 3
+
+
 def test_what_is_left_to_the_cpu_is_a_loop_of_one_iteration() -> None:
     model = parsed(
         """(float[2, 4] x) => (float[2, 2] y, int64[2, 2] i) <int64[1] two = {2}>
