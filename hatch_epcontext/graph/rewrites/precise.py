@@ -30,7 +30,6 @@ from hatch_epcontext.graph.rewrites.matching import (
 from hatch_epcontext.graph.rewrites.pools import is_padded_unevenly, pad_before
 from hatch_epcontext.graph.rewriting import Applies, Rewrite, rewrites
 from hatch_epcontext.graph.scope import Scope, Types
-from hatch_epcontext.graph.values.linear import ends
 
 _BROADCASTING = 8
 """The opset from which Max and Min accept a number beside a tensor."""
@@ -422,8 +421,8 @@ def _floor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add(node.op_type, builder.add("Max", node.input[0], builder.number(-80)))]
 
 
-_EIGHTH = 1 / 8
-"""By what divisors are multiplied so that all that float16 has are small enough."""
+_MANY = 8192.0
+"""The divisor from which a quotient is that of eighths: QNN makes 0 of those above 16384."""
 
 
 def _is_quotient(node: onnx.NodeProto, scope: Scope) -> bool:
@@ -432,15 +431,17 @@ def _is_quotient(node: onnx.NodeProto, scope: Scope) -> bool:
     dtype, maker = scope.dtype(divisor), scope.maker(divisor)
     if dtype is None or dtype.kind != "f" or scope.constant(divisor) is not None:
         return False
-    return maker is None or maker.op_type != "Mul" or ends(maker.input[1], scope) != (_EIGHTH,)
+    scale = scope.maker(maker.input[-1]) if maker is not None and maker.op_type == "Mul" else None
+    return scale is None or scale.op_type != "Where"
 
 
 def _scaled_division(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """That of an eighth by an eighth."""
-    eighth = builder.number(_EIGHTH)
-    parts = [builder.add("Mul", name, eighth) for name in node.input]
-    result = builder.add(node.op_type, *parts)
-    return [result if node.op_type == "Div" else builder.add("Mul", result, eighth)]
+    """That of an eighth by an eighth, where the divisor is large."""
+    size = builder.add("Abs", node.input[-1])
+    is_large = builder.add("Greater", size, builder.number(_MANY))
+    scale = builder.add("Where", is_large, builder.number(1 / 8), builder.number(1))
+    result = builder.add(node.op_type, *(builder.add("Mul", name, scale) for name in node.input))
+    return [result if node.op_type == "Div" else builder.add("Mul", result, scale)]
 
 
 _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
