@@ -353,6 +353,7 @@ def _binary() -> Iterator[Case]:
         for constant in ("0", "1e-5", "1"):
             yield Case(f"c = {operator}(x, {constant}); y = Cast<to=1>(c)", ALL)
         yield Case(f"c = {operator}(x, 0); y = Where(c, x, 2)", ALL)
+        yield Case(f"d = Mul(x, 2); c = {operator}(d, 7); y = Cast<to=1>(c)", ALL)
     yield Case("c = Equal(x, 0); d = Not(c); y = Cast<to=1>(d)", ALL)
     for operator in ("And", "Or", "Xor"):
         nodes = f"c = Greater(x, 0); d = Less(x, 1); e = {operator}(c, d); y = Cast<to=1>(e)"

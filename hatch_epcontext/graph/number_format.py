@@ -34,6 +34,7 @@ RewriteName = Literal[
     "hard-swish",
     "reciprocals",
     "floor",
+    "comparison",
     "scaled-division",
     "broadcast",
 ]
@@ -56,8 +57,7 @@ ALWAYS: tuple[RewriteName, ...] = (
 
 FOR_RANGES: tuple[RewriteName, ...] = (
     *("log-power", "log-floor", "log-sum-exp", "scaled-square", "scaled-product", "floor"),
-    # Numbers that an eighth multiplies are in a ratio too.
-    *("scaled-division", "ratio"),
+    *("comparison", "ratio", "scaled-division"),
 )
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 

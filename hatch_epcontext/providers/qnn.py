@@ -163,6 +163,16 @@ def _symmetric(
     yield Fault(operator, text, rewrite, operand, -_LIMIT, -low, -gives, computed=True)
 
 
+def _of_comparisons() -> Iterator[Fault]:
+    """Beyond the end of float16 a number is neither larger nor smaller than another one."""
+    for operator in ("Greater", "GreaterOrEqual"):
+        yield Fault(operator, "is false for x above 65504", "comparison", 0, 65505.0, _LIMIT, 0.0)
+    for operator in ("Less", "LessOrEqual"):
+        yield Fault(
+            operator, "is false for x below -65504", "comparison", 0, -_LIMIT, -65505.0, 0.0
+        )
+
+
 def _of_integers() -> Iterator[Fault]:
     """The EP shifts to divide by powers of two, and computes remainders as floats of 11 bits."""
     least, largest = -(2.0**31), 2.0**31 - 1
@@ -194,6 +204,7 @@ _FLOAT16 = dataclasses.replace(
         Fault("Exp", "returns arbitrary values below -88", "floor", 0, -_LIMIT, -88.03, _LIMIT),
         Fault("Exp", "returns arbitrary values above 88.7", None, 0, 88.7, _LIMIT, -_LIMIT),
         Fault("Log", "is -7.6 for 0", gives=-7.625),
+        *_of_comparisons(),
         Fault("Softplus", "returns arbitrary values below -88", "floor", 0, -_LIMIT, -88.03, _LIMIT),
         Fault("Softplus", "is off by up to 0.014 between -4 and 8", None, 0, -4.0, 8.0),
         Fault("Mish", "returns arbitrary values below -88", "floor", 0, -_LIMIT, -88.03, _LIMIT),

@@ -87,6 +87,10 @@ def test_one_name_of_a_rewrite_stands_for_one_operator_or_for_fused_ones() -> No
         ("indices", "ScatterND"),
         ("reciprocals", "Div"),
         ("scaled-square", "ReduceL2"),
+        *(
+            ("comparison", operator)
+            for operator in ("Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+        ),
         *(("floor", operator) for operator in ("Exp", "Mish", "Softplus")),
     }
 

@@ -36,6 +36,11 @@ _BROADCASTING = 8
 
 _LARGEST = float(np.finfo(np.float32).max)
 
+_END = 65504.0
+"""The largest number of float16."""
+
+_COMPARISONS = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+
 _LEAST = 2.0**-20
 """The number from which float16 is exact to 6 %."""
 
@@ -444,6 +449,35 @@ def _scaled_division(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     return [result if node.op_type == "Div" else builder.add("Mul", result, scale)]
 
 
+_UNLIMITED = frozenset("Add CumSum Div Exp Mul Pow ReduceMean ReduceSum Sub".split())  # noqa: SIM905
+"""Operators whose results, also rewritten, EPs keep above the end of float16."""
+
+
+def _limited_operands(node: onnx.NodeProto, scope: Scope) -> list[int]:
+    """The operands of a comparison that may be above the end of float16."""
+    numbers = []
+    for number, name in enumerate(node.input):
+        dtype, maker = scope.dtype(name), scope.maker(scope.origin(name, operators.RESHAPING))
+        is_float = dtype is not None and dtype.kind == "f"
+        if is_float and maker is not None and maker.op_type in _UNLIMITED:
+            numbers.append(number)
+    return numbers
+
+
+def _is_comparison(node: onnx.NodeProto, scope: Scope) -> bool:
+    return bool(_limited_operands(node, scope))
+
+
+def _limit_operands(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Of the larger one at most the end of float16, and of the smaller one at least the other end."""
+    operands = [*node.input]
+    for number in _limited_operands(node, scope):
+        is_larger = node.op_type.startswith("Greater") == (number == 0)
+        limit, end = ("Min", _END) if is_larger else ("Max", -_END)
+        operands[number] = builder.add(limit, operands[number], builder.number(end))
+    return builder.add_like(node, node.op_type, operands)
+
+
 _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
     "square": (_power, ("Pow",), None),
     "mean": (_mean, ("Mul", "Div"), None),
@@ -456,6 +490,7 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
     "variance": (_covariance, ("Sub",), None),
     "scaled-square": (_root, ("Sqrt", "ReduceL2"), None),
     "floor": (_floor, ("Exp", "Mish", "Softplus"), None),
+    "comparison": (_limit_operands, _COMPARISONS, _is_comparison),
     "scaled-division": (_scaled_division, ("Div", "Reciprocal"), _is_quotient),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh"), None),
     **integers.RULES,

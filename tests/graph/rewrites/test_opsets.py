@@ -208,6 +208,9 @@ CORRECTED: Mapping[str, Variants] = {
     "hard-swish": {7: f"{X} {{ s = HardSigmoid (x) y = Mul (x, s) }}"},
     "reciprocals": {7: f"{X} <float[4] k = {{1, 2, 4, 32768}}> {{ y = Div (x, k) }}"},
     "floor": {8: f"{X} {{ y = Exp (x) }}"},
+    "comparison": {
+        8: "(float[2, 3, 4] x) => (bool[2, 3, 4] y) { a = Mul (x, x) y = Greater (a, x) }"
+    },
     "scaled-division": {9: f"{X} <{NUMBERS}> {{ y = Div (two, x) }}"},
 }
 """By the id of the rewrite."""

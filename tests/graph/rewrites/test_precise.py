@@ -325,7 +325,38 @@ def test_a_quotient_by_a_large_number_is_that_of_eighths(body: str, end: list[st
     assert mended(of(body, STORED, given=PAIR), "scaled-division")[2:] == end
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            "a = Mul(x, z) c = Greater(a, one) y = Cast<to = 1>(c)",
+            ["Mul", "Min", "Greater", "Cast"],
+        ),
+        (
+            "a = Mul(x, z) c = GreaterOrEqual(one, a) y = Cast<to = 1>(c)",
+            ["Mul", "Max", "GreaterOrEqual", "Cast"],
+        ),
+        (
+            "a = Add(x, z) u = Unsqueeze(a, axes) c = Less(u, one) y = Cast<to = 1>(c)",
+            ["Add", "Unsqueeze", "Max", "Less", "Cast"],
+        ),
+        (
+            "a = Sub(x, z) b = Mul(x, z) c = LessOrEqual(a, b) y = Cast<to = 1>(c)",
+            ["Sub", "Mul", "Max", "Min", "LessOrEqual", "Cast"],
+        ),
+    ],
+)
+def test_what_is_compared_ends_with_float16(body: str, expected: list[str]) -> None:
+    stored = f"{STORED}, int64[1] axes = {{0}}"
+    assert mended(of(body, stored, given=PAIR), "comparison") == expected
+
+
 STAYING = {
+    "comparison": [
+        f"{compared} y = Cast<to = 1>(c)"
+        for compared in (
+            "c = Greater(x, z)", "a = Relu(x) c = Less(a, two)", "a = Mul(x, z) c = Equal(a, two)")
+    ],
     "scaled-division": ["y = Div(x, two)"],
     "square": [f"y = Pow({powers})" for powers in ("x, three", "x, row", "x, deep", "x, n", "two, x")],
     "mean": [

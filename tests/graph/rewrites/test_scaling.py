@@ -198,17 +198,22 @@ def test_a_ratio_of_integers_is_that_of_small_numbers(name: str, body: str) -> N
     assert np.abs(lost / np.maximum(expected, 1e-3) - 1).max() > 0.5
 
 
-def test_a_ratio_of_integers_is_no_division_of_eighths() -> None:
-    """Those of 1 would be divisors that are too small for QNN."""
+def test_a_ratio_of_integers_of_32_bits_has_a_scaled_divisor() -> None:
+    """One of less than 16384, which QNN needs, also where that of small integers is small."""
     before = parsed(
         """(int64[12] x, int64[12] z) => (float[12] y)
         { f = Cast <to = 1> (x) g = Cast <to = 1> (z) y = Div (f, g) }""",
         17,
     )
     after = onnx.ModelProto.FromString(before.SerializeToString())
-    given = (rewrite for name, rewrite in PRECISE.items() if name in ("scaled-division", "ratio"))
-    assert apply(after, [*given], None, {}).names == ("scaled-division", "ratio")
-    assert operators(after) == operators(rewritten(before, "ratio"))
+    rewrites = (
+        rewrite for name, rewrite in PRECISE.items() if name in ("ratio", "scaled-division")
+    )
+    assert apply(after, rewrites, None, {}).names == ("ratio", "scaled-division")
+    feeds = {"x": LONG, "z": np.append(LONG[1:], 2**31 - 1)}
+    (expected,) = session(before).run(None, feeds)
+    (rounded,) = session(emulated(after)).run(None, feeds)
+    np.testing.assert_allclose(rounded, expected, rtol=4e-3)
 
 
 def test_a_ratio_of_small_integers_stays() -> None:
