@@ -307,6 +307,17 @@ def _clouds(height: int, width: int, rng: np.random.Generator) -> Numbers:
     return np.asarray(clouds / max(clouds.max(), 1e-9))
 
 
+def _boxes(height: int, width: int, rng: np.random.Generator) -> Numbers:
+    """Edges of all sizes: boxes of one grey each, small ones before large ones, as things hide each other."""
+    picture = np.full((height, width), rng.random())
+    for exponent in np.linspace(1, 6, 128):
+        sides = (size * 2.0 ** (rng.uniform(-1, 1) - exponent) for size in (height, width))
+        high, wide = (1 + int(side) for side in sides)
+        top, left = rng.integers(1 - high, height), rng.integers(1 - wide, width)
+        picture[max(top, 0) : top + high, max(left, 0) : left + wide] = rng.random()
+    return picture
+
+
 def _text(height: int, width: int, rng: np.random.Generator) -> Numbers:
     """Black on white, lines of letters that have up to six strokes each; dots where there is no room."""
     dot = 1 + min(height, width) // 150
@@ -335,9 +346,7 @@ _PICTURES: Mapping[str, _Picture] = {
     "random": lambda shape, rng: rng.uniform(size=shape),
     "clouds": _in_plane(_clouds),
     "black": _flat(0.0),
-    "checkers": _in_plane(
-        lambda height, width, rng: (np.indices((height, width)).sum(0) // 8 % 2).astype(float)
-    ),
+    "boxes": _in_plane(_boxes),
     "text": _in_plane(_text),
     "gradient": _in_plane(
         lambda height, width, rng: np.broadcast_to(np.linspace(0, 1, width), (height, width))
@@ -356,7 +365,7 @@ _PICTURES: Mapping[str, _Picture] = {
 
 _ONE_COLOUR = frozenset({"black", "white", "grey", "nearly black"})
 
-_STRUCTURED = frozenset({"random", "clouds", "checkers", "text", "other clouds"})
+_STRUCTURED = frozenset({"random", "clouds", "boxes", "text", "other clouds"})
 """Those that an image can be: they have edges, or structure of all sizes, but for one of noise."""
 
 _Ids = Callable[[_Shape, int, int, np.random.Generator], NDArray[np.int64]]

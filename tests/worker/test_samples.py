@@ -143,7 +143,7 @@ def test_a_picture_without_structure_is_not_usual(known: bool) -> None:
     x = TensorFacts("x", "float32", (1, 3, 16, 16))
     found = fed([x], {"x": Range(0, 255, known, picture=True)})
     usual = {each.nature for each in found if each.usual}
-    assert usual == {"random", "clouds", "checkers", "text", "other clouds"}
+    assert usual == {"random", "clouds", "boxes", "text", "other clouds"}
     unusual = {each.nature for each in found if not each.usual}
     assert {"white", "gradient", "spot", "dark noise", "half noise"} <= unusual
     # As of a mask.
@@ -151,13 +151,26 @@ def test_a_picture_without_structure_is_not_usual(known: bool) -> None:
     assert {"gradient", "half noise"} <= {each.nature for each in bounded if each.usual}
 
 
-def test_a_picture_of_text_has_lines_of_letters_if_there_is_room() -> None:
-    def text_of(*shape: int) -> np.ndarray:
-        x = TensorFacts("x", "float32", shape)
-        found = fed([x], {"x": Range(0, 1, known=False, picture=True)})
-        return next(each.feeds["x"][0, 0] for each in found if each.nature == "text")
+def picture(nature: str, *shape: int) -> np.ndarray:
+    """The first plane of a picture of this shape."""
+    x = TensorFacts("x", "float32", shape)
+    found = fed([x], {"x": Range(0, 1, known=False, picture=True)})
+    return next(each.feeds["x"][0, 0] for each in found if each.nature == nature)
 
-    page = text_of(1, 3, 160, 320)
+
+def test_a_picture_of_boxes_has_edges_of_all_sizes() -> None:
+    boxes = picture("boxes", 1, 3, 160, 320)
+    assert len(np.unique(boxes)) > 60
+    changes = np.flatnonzero(np.diff(boxes.ravel()))
+    lengths = np.diff(changes)
+    # In pixels along the rows.
+    assert (lengths < 5).any()
+    assert (lengths > 80).any()
+    assert 0.8 < (np.diff(boxes, axis=1) == 0).mean() < 0.98
+
+
+def test_a_picture_of_text_has_lines_of_letters_if_there_is_room() -> None:
+    page = picture("text", 1, 3, 160, 320)
     assert {*np.unique(page)} == {0.0, 1.0}
     blank = (page == 1).all(axis=1)
     # A letter has 7 dots of 2 pixels, and a line 12 dots.
@@ -170,7 +183,7 @@ def test_a_picture_of_text_has_lines_of_letters_if_there_is_room() -> None:
     )
     assert 0.1 < (page == 0).mean() < 0.3
     # Dots instead.
-    assert 0 < (text_of(1, 3, 11, 11) == 0).mean() < 0.3
+    assert 0 < (picture("text", 1, 3, 11, 11) == 0).mean() < 0.3
 
 
 def test_ids_have_the_special_tokens() -> None:
