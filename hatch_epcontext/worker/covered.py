@@ -126,8 +126,12 @@ def _describe_far(run: ReferenceRun, name: str, far: Far, known: InputValues | N
     whole = _from_to((float(numbers.min()), float(numbers.max())))
     if known is None:
         return whole
-    below, above = numbers[numbers < known.low], numbers[numbers > known.high]
-    low, high = (show_number(float(end)) for end in (known.low, known.high))
+    ends = known.low, known.high
+    if far.centers:
+        # Around 0 only the size counts, as that of sound.
+        ends = -max(-known.low, known.high), max(-known.low, known.high)
+    below, above = numbers[numbers < ends[0]], numbers[numbers > ends[1]]
+    low, high = map(show_number, ends)
     parts = [f"below {low}, such as {show_number(float(below.min()))}"] if below.size else []
     if above.size:
         parts.append(f"above {high}, such as {show_number(float(above.max()))}")

@@ -98,6 +98,9 @@ def test_a_warning_names_only_values_that_no_run_has_that_agreed() -> None:
     far = run({"i": large, "x": kelvin}, i=[-7, 90, 999], x=[292.875, 293.5])
     text = "'i' below 0, such as -7, or above 255, such as 999, and 'x' within 0.6 of 293.15"
     assert describe_values(far, agreed) == text
+    loud = run({"x": Far(centers=(0.0,), spreads=(8000.0,))}, x=[-9000.0, 8000.0])
+    text = "'x' below -1, such as -9000, or above 1, such as 8000,"
+    assert describe_values(loud, [run(x=[-0.25, 1.0])]) == text
     larger = run({"x": Far(256.0, 512.0)}, x=[300.0, 400.0])
     assert describe_values(larger, agreed) == "'x' above 256, such as 512,"
     both = run(dict.fromkeys(("x", "z"), Far(256.0, 512.0)), x=[300.0], z=[400.0])
