@@ -258,7 +258,12 @@ def _only_unrolled(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
 
 def _leaving_nodes(form: _Form, own: Sequence[Attempt]) -> Recipe | None:
     """Nodes whose values the number format cannot represent, left to the CPU."""
-    last = own[-1] if own else max(form.later, key=lambda a: form.verdict(a).margin)
+    if own and own[-1].record:
+        last = own[-1]
+    else:
+        # What an EP refuses without some nodes, it may take without others, that are farther from the CPU.
+        nearest = sorted(form.later, key=lambda a: form.verdict(a).margin, reverse=True)
+        last = nearest[min(len(own), len(nearest) - 1)]
     if last.record is None or not form.verdict(last).loses:
         return None
     validated = form.search.validated(last)

@@ -77,6 +77,7 @@ def name_of(recipe: Recipe) -> str:
     names += [change.kind for change in recipe.changes]
     for name, group in {"ranges": FOR_RANGES, "kernels": FOR_KERNELS}.items():
         names += [name] if set(group).intersection(recipe.corrections) else []
+    names += [f"left {name}" for nodes in recipe.left for name in nodes]
     return " ".join(names) or "plain"
 
 
@@ -773,3 +774,19 @@ def test_a_group_gets_a_coverage_that_all_its_models_keep(project: Path) -> None
     )
     problems = failure(job, search_for(), [replace(plain, record=record)]).problems
     assert [problem.settings[0].value for problem in problems] == [0.5, 0.5]
+
+
+def test_nodes_of_a_form_farther_from_the_cpu_are_left_if_the_ep_refuses_the_nearest() -> None:
+    """So with ONNX's If, of which one form has a node that the number format has not."""
+    culprits = {"plain": "product", "ranges": "quotient"}
+    differing = {
+        name: replace(wrong(margin), culprit=NodeFacts(culprits[name], "Mul"))
+        for name, margin in (("plain", -13.0), ("ranges", -3.0))
+    }
+    ep = Ep(
+        {"plain": (), "ranges": (), "ranges left quotient": NO, "left product": PARTIAL}, differing
+    )
+    winner = ep.winner(search_for(min_coverage=0.0))
+    assert ep.tried[-2:] == ["ranges left quotient", "left product"]
+    assert winner is not None
+    assert name_of(winner.recipe) == "left product"
