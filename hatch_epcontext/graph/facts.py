@@ -105,11 +105,15 @@ class Far:
 
 @dataclass(frozen=True)
 class InFloats:
-    """How integers become floats: times ``factor``, plus ``offset``, perhaps as the sum of ``several``."""
+    """How integers become floats: times ``factor``, plus ``offset``, perhaps as the sum of ``several``.
+
+    ``wide``: whether they have all sizes, as what has a logarithm.
+    """
 
     factor: float = 1.0
     offset: float = 0.0
     several: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True)

@@ -84,14 +84,19 @@ def _with_ends(
     if (floats := range_.floats) is not None and format_ is not None and format_.seen:
         largest = format_.largest_of_sums
         if floats.several:
-            value = replace(value, least=-largest, most=largest, in_floats=largest, several=True)
+            # The factor is for two of them.
+            end = 2 * largest / abs(floats.factor)
+            if end < max(highest, -lowest):
+                value = replace(value, least=-end, most=end, in_floats=largest, several=True)
         else:
             ends = ((number - floats.offset) / floats.factor for number in (-largest, largest))
             low, high = sorted(ends)
             if high < highest or low > lowest:
                 least, most = max(lowest, math.ceil(low)), min(highest, math.floor(high))
                 value = replace(value, least=least, most=most, in_floats=largest)
-    return replace(value, expected=bool(value.most) and range_.reach > value.most)
+    is_wide = floats is not None and floats.wide and bool(value.in_floats)
+    is_reached = bool(value.most) and range_.reach > value.most
+    return replace(value, expected=is_wide or is_reached)
 
 
 def describe_values(run: ReferenceRun, agreed: Iterable[ReferenceRun]) -> str:

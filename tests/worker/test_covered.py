@@ -52,6 +52,13 @@ def test_the_ends_of_what_was_compared_are_those_of_all_runs() -> None:
         ("uint32", BYTES, (0, 2.0**31 - 1)),
         ("int32", BYTES, None),
         ("int32", Range(0, 255, False, whole=True, floats=InFloats()), (-131008, 131008)),
+        (
+            "int32",
+            Range(0, 255, False, whole=True, floats=InFloats(2, several=True)),
+            (-131008, 131008),
+        ),
+        # Two bytes, of which one counts 256.
+        ("uint8", Range(0, 255, False, whole=True, floats=InFloats(512, several=True)), None),
         ("int32", Range(0, 255, False, whole=True, floats=InFloats(0.5, -50)), (-261916, 262116)),
         ("int64", Range(0, 9, True, whole=True), None),
         ("int64", Range(5, 7, True, whole=True, loose=True), (-(2.0**31), 2.0**31 - 1)),
@@ -79,6 +86,9 @@ def test_the_arithmetic_ends_where_the_provider_declares_it(
         (replace(BYTES, reach=3600, gain=1e6), True),
         (replace(BYTES, reach=8e6, floats=InFloats()), True),
         (replace(BYTES, reach=8e6, floats=InFloats(several=True)), True),
+        # The end is that of a sum.
+        (replace(BYTES, reach=8e6, floats=InFloats(2e-3, several=True)), False),
+        (replace(BYTES, floats=InFloats(2, several=True, wide=True)), True),
         (Range(0, 9, True, whole=True, reach=2.0**53), False),
     ],
 )

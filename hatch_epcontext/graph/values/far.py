@@ -206,6 +206,7 @@ class UsesOfInputs:
         for name in node.input:
             self._add_factors(name)
         self._add_weights(node)
+        self._add_product(node)
         operator = node.op_type if node.domain in graph.STANDARD else ""
         if operator in _OF_SIGNALS:
             for term in self._terms.of(node.input[0]):
@@ -271,8 +272,18 @@ class UsesOfInputs:
         """The terms of a value that are numbers of only one input."""
         return (term for term in self._numbers(name) if not term.several)
 
+    def _add_product(self, node: onnx.NodeProto) -> None:
+        """That of integers, of which neither is stored: also of three of them 32 bits are enough."""
+        dtype = self.scope.dtype(node.output[0]) if node.op_type == "Mul" else None
+        is_stored = any(self.scope.constant(name) is not None for name in node.input)
+        if dtype is None or dtype.kind not in "iu" or is_stored:
+            return
+        for term in (term for name in node.input for term in self._numbers(name)):
+            uses = self.of[term.input]
+            uses.gain = max(uses.gain, _LARGE ** (2 / 3))
+
     def _add_reach(self, node: onnx.NodeProto) -> None:
-        """A logarithm is of numbers of all sizes, but for that of counts, to which 1 is added. A remainder
+        """A logarithm is of numbers of all sizes, also of differences. A remainder
         uses all digits of integers, also of those that a large factor hashes, and a division by a large
         integer is of larger ones: small divisors are of digits and clocks, and powers of two of bits, which
         integers of fewer bits have too.
@@ -284,15 +295,17 @@ class UsesOfInputs:
         divisors = np.zeros(0) if other is None else other
         is_long = is_whole and _is_long(divisors, _BUCKETS if is_modulo else _LONG)
         for term in self._numbers(node.input[0]):
-            is_log = node.op_type == "Log" and (term.scale, term.offset) != (1, 1)
-            is_plain = is_log or (is_long and (term.scale == 1 or not is_modulo))
+            is_plain = is_long and (term.scale == 1 or not is_modulo) and not term.several
             is_hash = is_long and is_modulo and abs(term.scale) >= _LONG
-            if is_hash or (is_plain and not term.several):
-                self.of[term.input].reach = _MAX_EXACT
+            uses = self.of[term.input]
+            if node.op_type == "Log" and uses.floats:
+                uses.floats = replace(uses.floats, wide=True)
+            if is_hash or is_plain or (node.op_type == "Log" and not term.several):
+                uses.reach = _MAX_EXACT
             elif is_modulo and is_whole and abs(term.scale) < 1 and not term.several:
                 # As the bytes of an address.
                 whole = float(np.abs(divisors).max(initial=0)) / abs(term.scale)
-                self.of[term.input].reach = max(self.of[term.input].reach, whole)
+                uses.reach = max(uses.reach, whole)
 
     def _add_centers(self, node: onnx.NodeProto) -> None:
         for operand, other in ((0, 1), (1, 0)):

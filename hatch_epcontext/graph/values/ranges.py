@@ -127,10 +127,10 @@ def _bounds(
                 reached[term.input].append(Bound(0, 0.0, high, "image"))
         for name in _factors(node, terms) if has_layers else ():
             reached[name].append(Bound(0, 0.5, 1.5, "factor"))
-    floats = {facts.name for facts in tensors if is_float(numpy_dtype(facts.dtype))}
+    names = {facts.name for facts in tensors}
     for node in terms.scope.nodes:
         for name, bound in divisors(node, terms.scope):
-            if name in floats:
+            if name in names:
                 reached[name].append(bound)
     uses.add_outputs(value.name for value in main.output)
     return reached, uses
@@ -186,6 +186,8 @@ def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[Tenso
     if known is None:
         is_byte = highest <= _MAX_OF_BYTES
         low, high = (lowest, highest) if is_byte else (0.0, _MAX_OF_BYTES)
+        # Integers are not divided by 0.
+        low = max(low, 1.0) if any(bound.kind == "divisor" for bound in reached) else low
         return Range(low, high, known=False, whole=True)
     low, high = math.ceil(known.low - 1e-6), math.floor(known.high + 1e-6)
     low, high = _both((low, max(low, high)), (lowest, highest)) or (lowest, highest)

@@ -36,6 +36,13 @@ class ReferenceRun(Sample):
     candidates: tuple[Arrays, ...] = ()
 
     @property
+    def largest(self) -> float:
+        """The largest finite float among the outputs."""
+        arrays = (array for outputs in self.outputs for array in outputs.values())
+        floats = (np.abs(a[np.isfinite(a)]) for a in arrays if a.dtype == np.float32)
+        return max((float(array.max(initial=0.0)) for array in floats), default=0.0)
+
+    @property
     def results(self) -> Iterator[tuple[Arrays, Arrays]]:
         """The outputs of each frame, and its candidates."""
         return zip(self.outputs, self.candidates or [{}] * len(self.outputs), strict=True)

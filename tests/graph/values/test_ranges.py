@@ -618,8 +618,7 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
         ("c = Cast <to = 1> (x) y = Exp (c)", 0),
         ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Log (d)", 2**53),
         ("c = Cast <to = 1> (x) y = Log (c)", 2**53),
-        # Of counts.
-        ("c = Cast <to = 1> (x) d = Add (c, one) y = Log (d)", 0),
+        ("c = Cast <to = 1> (x) d = Add (c, one) y = Log (d)", 2**53),
     ],
 )
 def test_constants_show_how_large_values_are(nodes: str, reach: float) -> None:
@@ -701,6 +700,22 @@ def test_values_are_near_one_place_and_not_near_the_means_of_features(
     text = "(float[6] x) => (y) { d = Sub (x, k) y = Tanh (d) }"
     far = all_of(text, k=np.array(constants, np.float32))["x"].far
     assert [max(values.spreads) for values in far] == pytest.approx(spreads, rel=1e-2)
+
+
+def test_integers_are_not_divided_by_0_and_their_products_have_32_bits() -> None:
+    head = "(int32[4] x, int32[4] z) => (int32[4] y)"
+    assert ranges(f"{head} {{ y = Div (x, z) }}")["z"].low == 1
+    assert ranges(f"{head} {{ y = Div (z, x) }}")["z"].low == 0
+    of_product = all_of(f"{head} {{ p = Mul (x, z) y = Mul (p, x) }}")
+    assert all(far.high**3 <= 2**31 for range_ in of_product.values() for far in range_.far)
+
+
+def test_a_logarithm_is_of_integers_of_all_sizes() -> None:
+    head = "(int64[4] x, int64[4] z) => (float[4] y) { d = Sub (x, z) c = Cast <to = 1> (d)"
+    for body, wide in (("y = Log (c)", True), ("y = Tanh (c)", False)):
+        floats = all_of(f"{head} {body} }}")["x"].floats
+        assert floats is not None
+        assert floats.wide == wide
 
 
 def test_what_hides_scores_is_a_mask() -> None:
