@@ -56,8 +56,9 @@ ALWAYS: tuple[RewriteName, ...] = (
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
 FOR_RANGES: tuple[RewriteName, ...] = (
-    *("log-power", "log-floor", "log-sum-exp", "scaled-square", "scaled-product", "floor"),
-    *("comparison", "ratio", "scaled-division"),
+    # The first one changes no division of the others, whose divisors are small.
+    *("ratio", "scaled-division", "log-power", "log-floor", "log-sum-exp", "scaled-square"),
+    *("scaled-product", "floor", "comparison"),
 )
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 

@@ -233,10 +233,22 @@ def _remainder(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
 
 
 def _counted(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
-    """Integers of which positions are made: those of a mask."""
+    """Integers of which positions in a table are made: those of a mask."""
     dtype = scope.dtype(node.input[0])
-    if dtype is not None and dtype.kind in "iu":
+    if dtype is not None and dtype.kind in "iu" and _is_index(node.output[0], scope):
         yield Bound(0, 0, 1, "member")
+
+
+def _is_index(name: str, scope: Scope) -> bool:
+    """Whether ``name``, perhaps moved, masked or beside a constant, is an index."""
+    readers = [scope.nodes[index] for index in scope.readers.get(name, ())]
+    return any(
+        name in node.input[1:2]
+        if node.op_type in operators.GATHERS
+        else node.op_type in operators.MOVES | {"Add", "Cast", "Clip", "Max", "Mul", "Sub", "Where"}
+        and _is_index(node.output[0], scope)
+        for node in readers
+    )
 
 
 def _positions(operand: int, table: int) -> _Rule:
@@ -283,6 +295,14 @@ def _is_in_scores(name: str, scope: Scope, *, is_added: bool = False) -> bool:
     )
 
 
+def _choice(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """What chooses between two values: anything, or of scores those that count."""
+    constants = (scope.constant(name) for name in node.input[1:])
+    hides = any(value is not None and (value <= -_HIDING).any() for value in constants)
+    is_mask = hides or _is_in_scores(node.output[0], scope, is_added=True)
+    yield Bound(0, 0, 1, "mask", 1 if is_mask else None)
+
+
 def _mask(operand: int) -> _Rule:
     return _fixed(Bound(operand, 0, 1, "mask", 1))
 
@@ -321,7 +341,7 @@ _RULES: Mapping[str, _Rule] = {
     "Clip": _clip,
     "CumSum": _counted,
     "QuantizeLinear": _quantize,
-    "Where": _mask(0),
+    "Where": _choice,
     # Tokens, segments and positions, each with its table.
     "com.microsoft.EmbedLayerNormalization": _all(
         *(_index(operand, table, 0) for operand, table in ((0, 2), (1, 4), (8, 3))), _mask(7)

@@ -38,6 +38,11 @@ and the second at 131008 too.
 _LARGEST, _WIDEST = 65504.0, 4096.0
 """Where a product leaves a format; and the largest inputs, of up to 12 bits, for which it matters."""
 
+_KEEPING_SIGNS = (
+    operators.MOVES | operators.EXTREMES | operators.MEANS | {"Cast", "Div", "Min", "Mul"}
+)
+"""Operators whose result is negative only if an operand is."""
+
 _SCALED = 100.0
 """The size from which a factor is for large inputs: smaller ones are those of means."""
 
@@ -125,7 +130,10 @@ class _Powers:
         self.levels: set[str] = set()
         self.differences: set[str] = set()
         self.degrees: dict[str, float] = {}
-        self._sums = {name: _Sum((_Term(frozenset({name}), 1.0),), rising=True) for name in names}
+        self._inputs = frozenset(names)
+        self._sums = {
+            name: _Sum((_Term(frozenset({name}), 1.0),), rising=True) for name in self._inputs
+        }
 
     def follow(self, body: onnx.GraphProto) -> None:
         """Follow the values through ``body`` and the branches in it."""
@@ -139,6 +147,8 @@ class _Powers:
                 self._add(node)
 
     def _add(self, node: onnx.NodeProto) -> None:
+        if node.op_type in ("Log", "Sqrt") or self._is_broken(node):
+            self._claim(node.input[0])
         rule = _RULES.get(node.op_type) if node.domain in graph.STANDARD else None
         if rule is None or not any(name in self._sums for name in node.input):
             return
@@ -252,6 +262,28 @@ class _Powers:
         if degree >= 2 and value.power and not value.weighted and len(value.degrees) == 1:
             for name in self._measured(value.inputs):
                 self.degrees[name] = max(degree * is_share, self.degrees.get(name, 0.0))
+
+    def _is_broken(self, node: onnx.NodeProto) -> bool:
+        """Whether ``node`` is a power that is no number for negative values."""
+        if node.op_type != "Pow" or len(node.input) != 2:
+            return False
+        exponent = self._scope.constant(node.input[1])
+        return exponent is None or bool((exponent != np.rint(exponent)).any())
+
+    def _claim(self, name: str) -> None:
+        """Note the inputs of which ``name`` is a product or a quotient, so that none is negative."""
+        waiting, seen = [name], set[str]()
+        while waiting:
+            name = waiting.pop()
+            maker = self._scope.maker(name)
+            if name in self._inputs:
+                self.amounts.add(name)
+            if maker is not None and maker.op_type in _KEEPING_SIGNS:
+                others = {*maker.input} - seen
+                # A square has any sign, and what is at least a positive number too.
+                if len(maker.input) != 2 or len({*maker.input}) == 2:
+                    waiting += others
+                seen |= others
 
     def _rise(self, value: _Sum) -> None:
         """Note inputs that are not negative, because ``value`` is not: a product, but for squares."""

@@ -177,8 +177,7 @@ def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[Tenso
     """The range of an input that reaches these bounds; ``tensors``: all inputs."""
     dtype = numpy_dtype(facts.dtype)
     if dtype.kind == "b":
-        usual = 1.0 if is_mask_name(facts.name) or not _is_single(facts) else None
-        return Range(0.0, 1.0, True, usual)
+        return Range(0.0, 1.0, True, _usual_of_mask(facts, reached))
     known = _known_range(facts, reached, tensors)
     if is_float(dtype) or dtype.kind == "c":
         return known or _open_range(facts, reached)
@@ -195,6 +194,12 @@ def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[Tenso
     kinds = {bound.kind for bound in reached}
     loose = usual is None and kinds <= {"choice", "clip", "member", "image", "turn"}
     return Range(float(low), float(high), True, usual, whole=True, loose=loose)
+
+
+def _usual_of_mask(facts: TensorFacts, reached: Iterable[Bound]) -> float | None:
+    """1 in a mask, as its name or what it hides shows; None if an input only chooses."""
+    is_mask = is_mask_name(facts.name) or any(bound.usual is not None for bound in reached)
+    return 1.0 if is_mask else None
 
 
 def _is_single(facts: TensorFacts) -> bool:
@@ -216,7 +221,7 @@ def _known_range(
     is_integer = not is_float(numpy_dtype(facts.dtype))
     indices = [*kinds["index"], *kinds["member"]]
     if (is_mask_name(facts.name) or kinds["mask"]) and not indices:
-        return Range(0.0, 1.0, True, 1.0)
+        return Range(0.0, 1.0, True, _usual_of_mask(facts, kinds["mask"]))
     is_length = kinds["length"] or (is_length_name(facts.name) and _is_flat(facts))
     if is_integer and is_length and not indices:
         return _length(facts, kinds["length"], tensors)

@@ -178,7 +178,13 @@ def test_what_has_a_logarithm_is_not_negative(nodes: str) -> None:
 def test_a_product_of_two_inputs_has_no_negative_ones() -> None:
     inputs = "float[4] x, float[4] z"
     assert powers("p = Mul (x, z) y = Log (p)", inputs).amounts == {"x", "z"}
-    assert powers("q = Mul (x, x) p = Mul (q, z) y = Log (p)", inputs).amounts == set()
+    assert powers("q = Mul (x, x) p = Mul (q, z) y = Log (p)", inputs).amounts == {"z"}
+    # Of quotients, and powers that are no number for negative values.
+    assert powers("q = Div (x, z) y = Log (q)", inputs).amounts == {"x", "z"}
+    assert powers("q = Div (x, z) y = Pow (q, a)", inputs, a=np.float32(0.19)).amounts == {"x", "z"}
+    # What is divided by.
+    assert powers("q = Div (x, z) y = Pow (q, a)", inputs, a=np.float32(3)).amounts == {"z"}
+    assert powers("q = Sub (x, z) y = Log (q)", inputs).amounts == set()
 
 
 @pytest.mark.parametrize(

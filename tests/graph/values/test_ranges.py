@@ -181,6 +181,20 @@ def test_masks_are_of_ones() -> None:
     assert found["x"].is_open
 
 
+def test_what_only_chooses_is_no_mask() -> None:
+    text = "(bool[4] b, int64[4] i, float[4] x, float[4] z) => (float[4] y)"
+    nodes = "c = Where (b, x, z) d = Cast <to = 9> (i) y = Where (d, c, z)"
+    found = ranges(f"{text} {{ {nodes} }}")
+    assert found["b"] == Range(0, 1, True)
+    assert replace(found["i"], far=()) == Range(0, 1, True, whole=True)
+    found = ranges(f"{text} {{ {nodes} s = Softmax (y) }}")
+    assert found["i"].usual == 1
+    # Amounts are summed, and positions counted.
+    total = "(int32[1, 4] x) => (float[] y) <int64 k = {1}> { c = CumSum (x, k)"
+    assert not ranges(f"{total} y = Cast <to = 1> (c) }}")["x"].known
+    assert ranges(f"{total} p = Sub (c, k) y = Gather (w, p) }}", w=(9, 2))["x"].high == 1
+
+
 def test_a_mask_by_whose_values_coordinates_are_multiplied_has_larger_ones_too() -> None:
     head = "(float[1, 4] mask, float[1, 4] x) => (float[] y)"
     centre = "s = ReduceSum (p) total = ReduceSum (mask) y = Div (s, total)"
