@@ -56,9 +56,9 @@ ALWAYS: tuple[RewriteName, ...] = (
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
 FOR_RANGES: tuple[RewriteName, ...] = (
-    # The first one changes no division of the others, whose divisors are small.
-    *("ratio", "scaled-division", "log-power", "log-floor", "log-sum-exp", "scaled-square"),
-    *("scaled-product", "floor", "comparison"),
+    # Quotients of products are found before divisions are scaled, and small divisors made after that.
+    *("scaled-product", "ratio", "scaled-division", "log-power", "log-floor", "log-sum-exp"),
+    *("scaled-square", "floor", "comparison"),
 )
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 

@@ -147,8 +147,11 @@ class _Powers:
                 self._add(node)
 
     def _add(self, node: onnx.NodeProto) -> None:
-        if node.op_type in ("Log", "Sqrt") or self._is_broken(node):
+        if node.op_type in ("Log", "Sqrt"):
             self._claim(node.input[0])
+        elif self._is_broken(node):
+            # As a root, also of a quotient.
+            self._reach(self._claim(node.input[0]), _OF_LOGARITHMS)
         rule = _RULES.get(node.op_type) if node.domain in graph.STANDARD else None
         if rule is None or not any(name in self._sums for name in node.input):
             return
@@ -270,20 +273,22 @@ class _Powers:
         exponent = self._scope.constant(node.input[1])
         return exponent is None or bool((exponent != np.rint(exponent)).any())
 
-    def _claim(self, name: str) -> None:
-        """Note the inputs of which ``name`` is a product or a quotient, so that none is negative."""
-        waiting, seen = [name], set[str]()
+    def _claim(self, name: str) -> frozenset[str]:
+        """The inputs of which ``name`` is a product or a quotient: none of these is negative."""
+        waiting, seen, claimed = [name], set[str](), set[str]()
         while waiting:
             name = waiting.pop()
             maker = self._scope.maker(name)
             if name in self._inputs:
-                self.amounts.add(name)
+                claimed.add(name)
             if maker is not None and maker.op_type in _KEEPING_SIGNS:
                 others = {*maker.input} - seen
                 # A square has any sign, and what is at least a positive number too.
                 if len(maker.input) != 2 or len({*maker.input}) == 2:
                     waiting += others
                 seen |= others
+        self.amounts |= claimed
+        return frozenset(claimed)
 
     def _rise(self, value: _Sum) -> None:
         """Note inputs that are not negative, because ``value`` is not: a product, but for squares."""

@@ -182,6 +182,8 @@ def test_a_product_of_two_inputs_has_no_negative_ones() -> None:
     # Of quotients, and powers that are no number for negative values.
     assert powers("q = Div (x, z) y = Log (q)", inputs).amounts == {"x", "z"}
     assert powers("q = Div (x, z) y = Pow (q, a)", inputs, a=np.float32(0.19)).amounts == {"x", "z"}
+    barometric = powers("q = Div (x, z) y = Pow (q, a)", inputs, a=np.float32(0.19))
+    assert barometric.sizes == {"x": 2**17, "z": 2**17}
     # What is divided by.
     assert powers("q = Div (x, z) y = Pow (q, a)", inputs, a=np.float32(3)).amounts == {"z"}
     assert powers("q = Sub (x, z) y = Log (q)", inputs).amounts == set()
