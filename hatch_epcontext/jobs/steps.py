@@ -42,6 +42,9 @@ T = TypeVar("T")
 _LONG = 3.0
 """Seconds of a run from which a build says how long it takes."""
 
+_SHARED = 8.0
+"""Seconds of a run on a simulator up to which it has one core while other jobs need the others."""
+
 _DEVICES: dict[str, threading.Lock] = {}
 """The locks of exclusive devices, by the names of their EPs, for all builds of this process."""
 
@@ -193,7 +196,7 @@ class Steps:
             with self.build.device_lock(target), workers.process(purpose) as worker:
                 log = self.build.scratch("validate")
                 # What lasts longer may be the last of the build, and gets all cores then.
-                is_short = 0 < run < _LONG and workers.is_busy
+                is_short = 0 < run < _SHARED and workers.is_busy
                 request = replace(request, on_one_core=is_short)
                 return worker.call(request, log, location=job.location, step="validate")
 
