@@ -25,7 +25,7 @@ from hatch_epcontext.graph.rounding import hidden_faults, rounded, widen, with_t
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.selections import with_reads
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Level, Levels
+from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Level, Levels, is_whole
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_frames
 from hatch_epcontext.worker.ort_values import value_types
@@ -115,9 +115,14 @@ def conditioned(
     inputs are as inexact as the format of ``model``, or numbers with which it compares values are a little
     larger or smaller: these are near a pole or a threshold, and say nothing of others. All, if less than a
     third of the usual ones is left. Also without those looked for that the format makes wrong: it may be
-    exact enough in others.
+    exact enough in others; and without large integers of which an output is a float that the format lacks.
     """
-    levels = Levels(level for level in levels if not level.run.changes or level.margin >= 0)
+    levels = Levels(
+        level
+        for level in levels
+        if (not level.run.changes or level.margin >= 0)
+        and not (is_whole(level.run) and level.run.largest > model.format.largest)
+    )
     poor = [level for level in levels[1:] if not level.run.far and level.snr < WORTH_RUNNING]
     nearby = [*_nearby(model, reference)] if poor else []
     dropped = [

@@ -588,6 +588,22 @@ def test_samples_beside_a_pole_or_a_threshold_do_not_count(
     assert kept <= names
 
 
+@pytest.mark.parametrize(("scale", "counts"), [(1e-3, False), (1e-6, True)])
+def test_large_integers_do_not_count_where_the_format_lacks_the_result(
+    tmp_path: Path, scale: float, counts: bool
+) -> None:
+    made = parsed(
+        """(int32[1, 8] x, uint8[1, 8] n) => (float[1, 8] y) { m = Cast <to = 6> (n) d = Div (x, m)
+        f = Cast <to = 1> (d) y = Mul (f, scale) }""",
+        scale=np.float32(scale),
+    )
+    divergence, levels = emulated(made, tmp_path)
+    kept = conditioned(levels, divergence.model, divergence.reference, QNN)
+    large = [level.run.largest > 65504 for level in levels if level.run.far]
+    assert any(large) != counts
+    assert len(kept) == len(levels) - sum(large)
+
+
 @pytest.mark.parametrize("suffering", ["all", "some"])
 def test_what_the_target_has_shown_counts_more_than_its_emulation(
     tmp_path: Path, suffering: str
