@@ -21,7 +21,7 @@ PROTOBUF_LIMIT = 2**31 - 1
 
 @dataclass(frozen=True)
 class Cost:
-    """About what a run of a graph computes: its ``nodes``, of which a recurrent layer counts as many for
+    """About what a run of a graph computes: its ``nodes``, of which a recurrent layer counts as several for
     each time step; the ``multiply_adds``; and the ``values`` of the results of all nodes.
     """
 
@@ -30,7 +30,7 @@ class Cost:
     values: int = 0
 
     def seconds_at(self, speed: Cost) -> float:
-        """How long it takes if so much is done in a second; what ``speed`` has none of takes no time."""
+        """How long it takes if ``speed`` is done in a second; what that has none of takes no time."""
         pairs = (
             (self.nodes, speed.nodes),
             (self.multiply_adds, speed.multiply_adds),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -42,6 +42,9 @@ def onnx_operators() -> Iterable[str]:
 
 Applies = Callable[[onnx.NodeProto, Scope], bool]
 """Whether a rule is for a node of a scope: others stay as they are."""
+
+Rules = Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]]
+"""Rules for accuracy, each with its operators, and whether a node needs it, if not all may."""
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,15 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Mapping
 
 import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, Rule
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.dtypes import Numbers
-from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.graph.rewrites.matching import factors_of, is_read_once, is_scaled
-from hatch_epcontext.graph.rewriting import Applies
+from hatch_epcontext.graph.rewriting import Rules
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.affine import step_of
 
@@ -24,8 +22,8 @@ _OVERSHOOT = 2.0
 """How much larger a product on the way is than the result if one number is better than several."""
 
 _FEWEST_BITS, _MANY_BITS = 4, 6
-"""The fewest bits by which it pays to scale a product: the root of a layer's width has fewer. And those that
-show another unit of it.
+"""The fewest bits by which it pays to scale a product: the root of a layer's width has fewer. And those from
+which on a number is a change of units.
 """
 
 _MOST_BITS = 7
@@ -43,15 +41,15 @@ _MAX_DEPTH = 3
 
 def _numbers(node: onnx.NodeProto, scope: Scope) -> tuple[str, list[Numbers]]:
     """A value, and the stored numbers by which ``node`` and those before it multiply it, in order."""
-    name, found = node.output[0], dict[str, Numbers]()
+    name, numbers = node.output[0], dict[str, Numbers]()
     while (maker := scope.maker(name)) is not None and maker.op_type in ("Div", "Mul"):
         step = step_of(maker, scope)
         # In an invalid graph a value may depend on itself.
-        if step is None or name in found:
+        if step is None or name in numbers:
             break
-        found[name] = step.factor
+        numbers[name] = step.factor
         name = step.operand
-    return name, [*reversed(found.values())]
+    return name, [*reversed(numbers.values())]
 
 
 def _is_smaller_product(node: onnx.NodeProto, scope: Scope, bits: int) -> bool:
@@ -69,7 +67,7 @@ def _is_smaller_product(node: onnx.NodeProto, scope: Scope, bits: int) -> bool:
 
 
 def _has_other_unit(node: onnx.NodeProto, scope: Scope) -> bool:
-    """Whether numbers multiply a value by more than they do together, or make a product much smaller."""
+    """Whether numbers multiply a value by more on the way than together, or make a product much smaller."""
     numbers = _numbers(node, scope)[1]
     sizes = (float(np.abs(number).max()) for number in numbers)
     *before, last = itertools.accumulate(sizes, operator.mul, initial=1.0)
@@ -145,7 +143,7 @@ def _scaled(factor: str, number: Numbers, scope: Scope, builder: Builder) -> str
     return builder.add("Mul", value, builder.number(math.prod(numbers) * number))
 
 
-def _is_large(node: onnx.NodeProto, scope: Scope) -> bool:
+def _may_overflow(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether ``node`` is a mean of products, makes one smaller, or divides a product with a number."""
     if node.op_type == "ReduceMean":
         factors = _computed_factors(node.input[0], scope)
@@ -198,8 +196,7 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [result if graph.number(node, "keepdims", 1) else builder.squeeze(result, axes)]
 
 
-RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
+RULES: Rules = {
     "factors": (_product, ("Div", "Mul"), _has_other_unit),
-    "scaled-product": (_scale, ("Div", "Mul", "ReduceMean"), _is_large),
+    "scaled-product": (_scale, ("Div", "Mul", "ReduceMean"), _may_overflow),
 }
-"""Rules with their operators, and whether a node needs one: others stay as they are."""

@@ -5,16 +5,14 @@ Each is for all values that the graph does not prove to be right: see `values.in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, Rule
-from hatch_epcontext.graph.number_format import RewriteName
-from hatch_epcontext.graph.rewriting import Applies
+from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.rewriting import Rules
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.integers import limits
 
@@ -224,7 +222,7 @@ def _repeat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Where", *values)]
 
 
-RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies]] = {
+RULES: Rules = {
     "truncate": (_truncate, ("Div",), _is_rounded_down),
     "modulo": (_modulo, ("Mod",), _is_large),
     "truth": (_truth, ("Cast",), _is_truth),
@@ -238,4 +236,3 @@ RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies]] = {
     "reciprocals": (_multiply, ("Div",), _has_large_divisors),
     "broadcast": (_repeat, ("Where",), _repeats),
 }
-"""Rules with their operators, and whether a node needs one: others stay as they are."""

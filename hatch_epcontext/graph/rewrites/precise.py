@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs, Rule
+from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs
 from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, FUSING, RewriteName
 from hatch_epcontext.graph.rewrites import factors, integers, scaling
 from hatch_epcontext.graph.rewrites.matching import (
@@ -28,7 +28,7 @@ from hatch_epcontext.graph.rewrites.matching import (
     value_squared,
 )
 from hatch_epcontext.graph.rewrites.pools import is_padded_unevenly, pad_before
-from hatch_epcontext.graph.rewriting import Applies, Rewrite, rewrites
+from hatch_epcontext.graph.rewriting import Rewrite, Rules, rewrites
 from hatch_epcontext.graph.scope import Scope, Types
 
 _BROADCASTING = 8
@@ -426,7 +426,7 @@ def _floor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add(node.op_type, builder.add("Max", node.input[0], builder.number(-80)))]
 
 
-_MANY = 8192.0
+_LARGE_DIVISOR = 8192.0
 """The divisor from which a quotient is that of eighths: QNN makes 0 of those above 16384."""
 
 
@@ -443,18 +443,18 @@ def _is_quotient(node: onnx.NodeProto, scope: Scope) -> bool:
 def _scaled_division(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """That of an eighth by an eighth, where the divisor is large."""
     size = builder.add("Abs", node.input[-1])
-    is_large = builder.add("Greater", size, builder.number(_MANY))
+    is_large = builder.add("Greater", size, builder.number(_LARGE_DIVISOR))
     scale = builder.add("Where", is_large, builder.number(1 / 8), builder.number(1))
     result = builder.add(node.op_type, *(builder.add("Mul", name, scale) for name in node.input))
     return [result if node.op_type == "Div" else builder.add("Mul", result, scale)]
 
 
 _UNLIMITED = frozenset("Add CumSum Div Exp Mul Pow ReduceMean ReduceSum Sub".split())  # noqa: SIM905
-"""Operators whose results, also rewritten, EPs keep above the end of float16."""
+"""Operators whose results, also rewritten, EPs may keep beyond the end of float16."""
 
 
 def _limited_operands(node: onnx.NodeProto, scope: Scope) -> list[int]:
-    """The operands of a comparison that may be above the end of float16."""
+    """The numbers of the operands of a comparison that may be beyond the end of float16."""
     numbers = []
     for number, name in enumerate(node.input):
         dtype, maker = scope.dtype(name), scope.maker(scope.origin(name, operators.RESHAPING))
@@ -464,12 +464,12 @@ def _limited_operands(node: onnx.NodeProto, scope: Scope) -> list[int]:
     return numbers
 
 
-def _is_comparison(node: onnx.NodeProto, scope: Scope) -> bool:
+def _has_limited_operands(node: onnx.NodeProto, scope: Scope) -> bool:
     return bool(_limited_operands(node, scope))
 
 
 def _limit_operands(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """Of the larger one at most the end of float16, and of the smaller one at least the other end."""
+    """The same of what is larger up to the end of float16, and of what is smaller from the other end on."""
     operands = [*node.input]
     for number in _limited_operands(node, scope):
         is_larger = node.op_type.startswith("Greater") == (number == 0)
@@ -478,7 +478,7 @@ def _limit_operands(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     return builder.add_like(node, node.op_type, operands)
 
 
-_RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
+_RULES: Rules = {
     "square": (_power, ("Pow",), None),
     "mean": (_mean, ("Mul", "Div"), None),
     "clip-inputs": (_clip, ("Clip",), None),
@@ -490,7 +490,7 @@ _RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
     "variance": (_covariance, ("Sub",), None),
     "scaled-square": (_root, ("Sqrt", "ReduceL2"), None),
     "floor": (_floor, ("Exp", "Mish", "Softplus"), None),
-    "comparison": (_limit_operands, _COMPARISONS, _is_comparison),
+    "comparison": (_limit_operands, _COMPARISONS, _has_limited_operands),
     "scaled-division": (_scaled_division, ("Div", "Reciprocal"), _is_quotient),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh"), None),
     **integers.RULES,

@@ -1,18 +1,16 @@
-"""What to compute instead of floats that are in the range of float16 only in the end."""
+"""What to compute of long integers that become floats: float16 has only parts of them, or their quotients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper
 
-from hatch_epcontext.graph.builder import Builder, Outputs, Rule
+from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.dtypes import Numbers
-from hatch_epcontext.graph.number_format import RewriteName
-from hatch_epcontext.graph.rewriting import Applies
+from hatch_epcontext.graph.rewriting import Rules
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.affine import (
     Affine,
@@ -48,7 +46,7 @@ def _is_wide(node: onnx.NodeProto, scope: Scope) -> bool:
 
 
 def _split(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """The integers, moved by whole ones and split into two parts, each times the factor."""
+    """The integers, moved by whole ones, as one or as two parts, times the factor, plus the rest."""
     if node.op_type == "Log":
         return _logarithm(node, scope, builder)
     value = affine(node, scope)
@@ -82,7 +80,7 @@ def _shifted(value: Affine, scope: Scope, builder: Builder) -> str:
 
 
 def _of_parts(whole: str, scale: Numbers | float, dtype: np.dtype[Any], builder: Builder) -> str:
-    """``scale * whole``, of a quotient and a rest."""
+    """``scale * whole``, as the sum of a scaled quotient and a scaled rest."""
     part = builder.store(np.array(_PART, dtype))
     quotient = builder.add("Div", whole, part)
     rest = builder.add("Sub", whole, builder.add("Mul", quotient, part))
@@ -94,7 +92,7 @@ def _of_parts(whole: str, scale: Numbers | float, dtype: np.dtype[Any], builder:
 
 
 def _logarithm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """That of a small number, and that of what a larger one is more."""
+    """The sum of that of the integer up to a limit, and that of how many times larger it is."""
     value = logarithm(node, scope)
     if value is None or builder.opset < _LIMITING:
         return None
@@ -106,7 +104,7 @@ def _logarithm(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _is_ratio(node: onnx.NodeProto, scope: Scope) -> bool:
-    """Whether a Div has floats of integers, of which one is large."""
+    """Whether a Div has floats of integers, of which one is long."""
     values = [of_operand(node, operand, scope) for operand in (0, 1)]
     return all(value is not None and not value.rest.any() for value in values) and any(
         value is not None and is_long(value, scope) for value in values
@@ -131,8 +129,7 @@ def _as_floats(whole: str, builder: Builder) -> str:
     return builder.add("Cast", whole, to=helper.np_dtype_to_tensor_dtype(builder.dtype))
 
 
-RULES: Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]] = {
+RULES: Rules = {
     "split-integers": (_split, ("Add", "Div", "Log", "Mul", "Sub"), _is_wide),
     "ratio": (_divide, ("Div",), _is_ratio),
 }
-"""Rules with their operators, and whether a node needs one: others stay as they are."""

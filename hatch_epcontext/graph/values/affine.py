@@ -23,11 +23,11 @@ _MOVES = operators.LAYOUT | {"Expand", "Gather", "Slice"}
 """Operators between a Cast and its arithmetic whose result has values of their first input."""
 
 _LARGEST, _EXACT, _END = 65504.0, 2048, 2.0**31
-"""The largest float16; the integer up to which it has them all; and behind the largest of 32 bits."""
+"""The largest float16; the integer up to which it has them all; and the first of more than 32 bits."""
 
 _SMALLEST_SCALE, _SCALED, _LARGEST_SCALE = 2.0**-29, 1 / 64, 1.0
-"""The factor that leaves something of integers of 32 bits; that from which on graphs scale large ones down;
-and the largest of several.
+"""The factor that leaves something of integers of 32 bits; that up to which graphs scale large ones down; and
+the largest of several of which one is that small.
 """
 
 _FEW = 4096
@@ -138,14 +138,15 @@ def logarithm(node: onnx.NodeProto, scope: Scope) -> Affine | None:
 
 def scales(cast: onnx.NodeProto, scope: Scope) -> list[Numbers]:
     """The factors of all results of the integers of ``cast`` that are split; empty if there are others."""
-    found, waiting = [], [cast.output[0]]
+    factors, waiting = [], [cast.output[0]]
     while waiting:
         name = waiting.pop()
         if any(output.name == name for output in scope.body.output):
             return []
         for node in (scope.nodes[index] for index in scope.readers.get(name, ())):
             if logarithm(node, scope):
-                found.append(np.array(1 / _END))
+                # It is right for all of them.
+                factors.append(np.array(1 / _END))
                 continue
             if _continues(node, name, scope) and not is_last(node, scope):
                 waiting.append(node.output[0])
@@ -153,8 +154,8 @@ def scales(cast: onnx.NodeProto, scope: Scope) -> list[Numbers]:
             value = affine(node, scope) if is_last(node, scope) else None
             if value is None or not is_split(value, scope):
                 return []
-            found.append(value.scale)
-    return found
+            factors.append(value.scale)
+    return factors
 
 
 def _goes_on(name: str, scope: Scope) -> bool:

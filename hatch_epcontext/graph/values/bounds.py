@@ -28,7 +28,6 @@ _KEEPING_SIGNS |= {"Abs", "Cast", "Clip", "ReduceSum", "Sqrt"}
 _MAX_CHANGED = 8
 """The largest size that an input may set freely, such as a number of repetitions."""
 
-
 _HIDING = 1000.0
 """The size of a number that hides scores from a Softmax."""
 
@@ -296,7 +295,7 @@ def _is_in_scores(name: str, scope: Scope, *, is_added: bool = False) -> bool:
 
 
 def _choice(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
-    """What chooses between two values: anything, or of scores those that count."""
+    """What chooses between two values: either; a mask, if it chooses the scores that count."""
     constants = (scope.constant(name) for name in node.input[1:])
     hides = any(value is not None and (value <= -_HIDING).any() for value in constants)
     is_mask = hides or _is_in_scores(node.output[0], scope, is_added=True)

@@ -94,7 +94,7 @@ _BESIDE = 200
 _BITS = 2.0**-10
 """So large are powers of the least level: from a sixteenth of it on float16 has all bits."""
 
-_INDEXED = frozenset({"Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"})
+_INDEXED = operators.GATHERS | {"ScatterElements", "ScatterND"}
 """Operators whose indices may be negative, and then count from the end."""
 
 _PRODUCTS = frozenset({"Gemm", "MatMul", "Mul"})
@@ -273,7 +273,7 @@ class UsesOfInputs:
         return (term for term in self._numbers(name) if not term.several)
 
     def _add_product(self, node: onnx.NodeProto) -> None:
-        """That of integers, of which neither is stored: also of three of them 32 bits are enough."""
+        """Integers that a graph multiplies by each other are so small that three fit into 32 bits."""
         dtype = self.scope.dtype(node.output[0]) if node.op_type == "Mul" else None
         is_stored = any(self.scope.constant(name) is not None for name in node.input)
         if dtype is None or dtype.kind not in "iu" or is_stored:
@@ -283,10 +283,10 @@ class UsesOfInputs:
             uses.gain = max(uses.gain, _LARGE ** (2 / 3))
 
     def _add_reach(self, node: onnx.NodeProto) -> None:
-        """A logarithm is of numbers of all sizes, also of differences. A remainder
-        uses all digits of integers, also of those that a large factor hashes, and a division by a large
-        integer is of larger ones: small divisors are of digits and clocks, and powers of two of bits, which
-        integers of fewer bits have too.
+        """A logarithm is of numbers of all sizes, also of differences. A remainder uses all digits of
+        integers, also of those that a large factor hashes, and a division by a large integer is of larger
+        ones: small divisors are of digits and clocks, and powers of two of bits, which integers of fewer bits
+        have too.
         """
         scope = self._terms.scope
         dtype, other = scope.dtype(node.input[0]), scope.constant(graph.operand(node, 1))
@@ -404,14 +404,14 @@ class UsesOfInputs:
         return [name, *(maker.input[0] for maker in self._movers(name))][-1]
 
     def _movers(self, name: str) -> Iterator[onnx.NodeProto]:
-        """The nodes, from the last one on, that only move what ``name`` has."""
+        """The nodes, from the last one on, that only move the values of ``name``."""
         scope = self._terms.scope
         while (maker := scope.maker(name)) is not None and maker.op_type in operators.MOVES:
             yield maker
             name = maker.input[0]
 
     def _is_picked(self, name: str) -> bool:
-        """Whether ``name`` has values in an order of their own, as the parents of joints."""
+        """Whether ``name`` has values in an order of its own, as the parents of joints."""
         return any(maker.op_type in operators.GATHERS for maker in self._movers(name))
 
     def _add_center(self, name: str, center: Center) -> None:
