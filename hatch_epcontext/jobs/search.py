@@ -34,7 +34,7 @@ _PATIENCE, _SHORT = 4.0, 10.0
 seconds that it may always take. Both by estimate: two builds decide the same.
 """
 
-_COMPILING = Cost(nodes=1_000, values=70 * 10**6)
+_COMPILED = Cost(nodes=1_000, values=70 * 10**6)
 """About how many nodes and values of a model are compiled in a second: measured with QNN, on one core. Of 15
 models that take more than 0.35 s, 14 take half to twice as long.
 """
@@ -324,7 +324,7 @@ class Search:
             cost = preparation.cost
             # Unrolled it has more nodes than its source.
             compiled = replace(cost, nodes=max(cost.nodes, preparation.nodes))
-            seconds += compiled.seconds_at(_COMPILING) + number * provider.seconds_of_run(cost)
+            seconds += compiled.seconds_at(_COMPILED) + number * provider.seconds_of_run(cost)
         return seconds
 
     def differences(self, attempt: Attempt) -> tuple[Problem, ...]:

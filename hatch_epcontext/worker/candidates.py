@@ -21,7 +21,7 @@ _LARGE = 2.0**31 - 1
 """The largest integer of 32 bits."""
 
 _NARROWEST = 10.0
-"""The spread beside an offset, relative to it, as a power of one half."""
+"""The smallest spread of values, relative to their size or their range, as a power of one half."""
 
 
 def candidate(

@@ -32,13 +32,15 @@ _ENOUGH = 3
 """Samples for each output: an EP's number format may be too coarse for one of them."""
 
 _HALVINGS = 10
-"""How often a sample is moved half-way to an ordinary one."""
+"""How often a sample is at most moved half-way to an ordinary one."""
 
 _FIRST_SEED = 1000
 """That of the first candidate: other samples have lower ones."""
 
-_SAME, _NEAR = 0.99, 0.1
-"""The share of an output's values that stays the same if its inputs are rounded, floats within a tenth."""
+_SAME, _TOLERANCE = 0.99, 0.1
+"""The share of an output's values that stays the same if its inputs are rounded; and the part of its largest
+float within which one does.
+"""
 
 _MAX_VALUES = 8
 """The most different values of an output that are counted."""
@@ -109,9 +111,10 @@ Run = Callable[[Sample], ReferenceRun]
 
 @dataclass
 class Trials:
-    """Runs a model with ``inputs`` in these ``ranges``, as long as some are ``left``.
+    """Runs a model with ``inputs`` in these ``ranges``, as long as runs are ``left``.
 
-    ``reading``: returns a ``run`` that also returns inner values. ``states``: as they are fed back.
+    ``reading``: returns a ``run`` that also has the inner values of these names. ``states``: as they are fed
+    back.
     """
 
     run: Run
@@ -164,7 +167,7 @@ def changing_runs(aims: Aims, trials: Trials, multiply_adds: int) -> list[Refere
     cost = max(multiply_adds, 1) * len(frames)
     most = int(min(_MOST, _SHARE * BUDGET / cost, MAX_BYTES / (size + 1)))
     counts: Counter[str] = Counter()
-    found: list[ReferenceRun] = []
+    changing: list[ReferenceRun] = []
     for candidates, enough in ((_far, _ENOUGH), (_grown, _ENOUGH), (_crossing, 1)):
         trials.left = 2 * most
         if all(counts[name] >= enough for name in aims.names):
@@ -173,11 +176,11 @@ def changing_runs(aims: Aims, trials: Trials, multiply_adds: int) -> list[Refere
             if all(counts[name] >= enough for name in aims.met(run)):
                 continue
             if (nearest := _nearest(run, aims, trials)) is not None:
-                found.append(_named(nearest, aims, len(found)))
+                changing.append(_named(nearest, aims, len(changing)))
                 counts.update(aims.met(nearest))
             if all(counts[name] >= enough for name in aims.names):
                 break
-    return sorted(found, key=lambda run: -len(run.changes))
+    return sorted(changing, key=lambda run: -len(run.changes))
 
 
 def _far(aims: Aims, trials: Trials, most: int) -> Iterator[ReferenceRun]:
@@ -203,8 +206,9 @@ def _crossing(aims: Aims, trials: Trials, most: int) -> Iterator[ReferenceRun]:
         return
     inner = replace(trials, run=trials.reading(comparisons.names))
     base = inner.result(aims.base.frames)
-    for run in _grown(aims, inner, most) if base is not None else ():
-        assert base is not None, "there are no others without it"
+    if base is None:
+        return
+    for run in _grown(aims, inner, most):
         if comparisons.sides(run) == comparisons.sides(base):
             continue
         middle = between(base, run, comparisons, inner.result, lambda run: bool(aims.met(run)))
@@ -279,7 +283,7 @@ def _share_of_same(one: Array, other: Array) -> float:
     if not is_float(one.dtype):
         return float(np.mean(one == other))
     first, second = one.astype(np.float64), other.astype(np.float64)
-    return float(np.mean(np.abs(first - second) <= _NEAR * np.abs(first).max()))
+    return float(np.mean(np.abs(first - second) <= _TOLERANCE * np.abs(first).max()))
 
 
 def _named(run: ReferenceRun, aims: Aims, number: int) -> ReferenceRun:

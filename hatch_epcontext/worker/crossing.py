@@ -14,7 +14,7 @@ from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.runs import ReferenceRun
 
 _MOST = 48
-"""The most samples between two: about as many as find two thresholds that differ by a millionth."""
+"""The most samples between two: about as many as separate two thresholds that differ by a millionth."""
 
 Frames = list[dict[str, Array]]
 

@@ -395,7 +395,7 @@ class Validated:
     ``is_accident``: whether another build may run it, although this one could not. ``runs``: how often the
     target ran it. ``beaten``: whether it ended early, because another recipe is as near. ``unusual``: the
     number of samples that an app may never have that differ, or would differ in the EP's number format.
-    ``worst``: the name of the usual sample in which the target is worst, if it ran any that is emulated.
+    ``worst``: the name of the usual sample that agrees in which the target is worst; empty if none does.
     """
 
     validation: Validation

@@ -104,9 +104,12 @@ def ranges_of_app(ranges: Mapping[str, Range], model: Model) -> dict[str, Range]
 
 def _of_app(known: Range, low: float, high: float) -> Range:
     usual = known.usual if known.usual is not None and low <= known.usual <= high else None
-    shifted, squared = known.shifted, known.squared
-    range_ = Range(low, high, True, usual, known.whole, shifted=shifted, squared=squared)
-    return replace(range_, picture=known.picture)
+    return Range(
+        *(low, high, True, usual, known.whole),
+        shifted=known.shifted,
+        squared=known.squared,
+        picture=known.picture,
+    )
 
 
 def check_ranges(inputs: Iterable[TensorFacts], model: Model) -> None:

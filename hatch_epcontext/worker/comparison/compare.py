@@ -44,8 +44,8 @@ class Comparison:
     """The worst agreement of each output in the ``samples`` that were run, or those of the ``difference``.
 
     ``unusual``: differences for inputs that an app may never have; ``agreed``: the runs that agree, and
-    ``levels``: those of usual ones. ``runs``: how often the target ran;
-    ``beaten``: whether the other runs cannot make it worth more than what is to be beaten.
+    ``levels``: those of usual ones. ``runs``: how often the target ran; ``beaten``: whether the other runs
+    cannot make it worth more than what is to be beaten.
     """
 
     agreements: tuple[Agreement, ...] = ()

@@ -141,9 +141,9 @@ def conditioned(
 def narrowed(
     run: ReferenceRun, model: FormattedModel, reference: Reference, limits: Tolerance
 ) -> ReferenceRun:
-    """``run``, whose larger numbers the format makes wrong, as far only in those of which each alone does so,
-    if there are some, and from the size on at which that begins. The same if the emulation shows nothing, or
-    would take long.
+    """``run``, in which the format makes larger numbers wrong, as one that is far only in the inputs that are
+    wrong alone, if there are some, and above the size at which that begins. The same ``run`` if the emulation
+    shows nothing, or would take long.
     """
     larger = [name for name, far in run.far.items() if far.is_larger]
     trials = 2 * (len(larger) + _HALVINGS) * reference.facts.cost.multiply_adds

@@ -166,8 +166,8 @@ def with_changes(
     runs: Iterable[ReferenceRun],
     others: Sequence[ReferenceRun] = (),
 ) -> list[ReferenceRun]:
-    """``chosen``; and one of ``runs`` for each output that changes only in those that were looked for, unless
-    it changes in ``others``, which also run.
+    """``chosen``; and one of ``runs`` for each output that changes only in samples that were looked for, and
+    each branch that only these take, unless an output changes in ``others``, which also run.
     """
     result, met = [*chosen], set[str]()
     # With the first run twice a single number is constant too.
