@@ -18,7 +18,7 @@ import onnx
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs
 from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, FUSING, RewriteName
-from hatch_epcontext.graph.rewrites import factors, integers, scaling
+from hatch_epcontext.graph.rewrites import factors, integers, long_integers
 from hatch_epcontext.graph.rewrites.matching import (
     factors_of,
     is_read_once,
@@ -494,7 +494,7 @@ _RULES: Rules = {
     "scaled-division": (_scaled_division, ("Div", "Reciprocal"), _is_quotient),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh"), None),
     **integers.RULES,
-    **scaling.RULES,
+    **long_integers.RULES,
     **factors.RULES,
 }
 

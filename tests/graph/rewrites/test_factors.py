@@ -8,7 +8,7 @@ import pytest
 
 from hatch_epcontext.graph.rewrites.precise import applicable
 from tests.graph.rewrites.equal import operators, session
-from tests.graph.rewrites.test_scaling import emulated, rewritten
+from tests.graph.rewrites.test_long_integers import emulated, rewritten
 from tests.models import untyped
 
 RNG = np.random.default_rng(0)
