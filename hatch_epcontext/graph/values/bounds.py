@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,13 @@ _MAX_CHANGED = 8
 
 _HIDING = 1000.0
 """The size of a number that hides scores from a Softmax."""
+
+_OF_SCORES = operators.MOVES | {"Add", "Cast"}
+"""Operators between a mask and the Softmax of the scores that it hides."""
+
+_OF_POSITIONS = operators.MOVES - operators.GATHERS
+_OF_POSITIONS |= {"Add", "Cast", "Clip", "Max", "Mul", "Sub", "Where"}
+"""Operators between counted integers and the table of which these are indices."""
 
 
 @dataclass(frozen=True)
@@ -240,13 +247,9 @@ def _counted(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
 
 def _is_index(name: str, scope: Scope) -> bool:
     """Whether ``name``, perhaps moved, masked or beside a constant, is an index."""
-    readers = [scope.nodes[index] for index in scope.readers.get(name, ())]
     return any(
-        name in node.input[1:2]
-        if node.op_type in operators.GATHERS
-        else node.op_type in operators.MOVES | {"Add", "Cast", "Clip", "Max", "Mul", "Sub", "Where"}
-        and _is_index(node.output[0], scope)
-        for node in readers
+        value in node.input[1:2] and node.op_type in operators.GATHERS
+        for value, node in _readers_behind([name], scope, _OF_POSITIONS)
     )
 
 
@@ -277,28 +280,43 @@ def _hiding(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
     """What is 0 or 1, or minus that: times a large number, it hides scores to which that is added."""
     for operand, factor in ((0, 1), (1, 0)):
         sizes = ends(node.input[factor], scope)
-        if sizes and min(map(abs, sizes)) >= _HIDING and _is_in_scores(node.output[0], scope):
+        if sizes and min(map(abs, sizes)) >= _HIDING and _is_added_to_scores(node.output[0], scope):
             low, high = (0, 1) if sizes[0] < 0 else (-1, 0)
             yield Bound(operand, low, high, usual=0)
 
 
-def _is_in_scores(name: str, scope: Scope, *, is_added: bool = False) -> bool:
+def _is_added_to_scores(name: str, scope: Scope) -> bool:
     """Whether a Softmax reads what ``name`` is added to."""
-    readers = [scope.nodes[index] for index in scope.readers.get(name, ())]
-    return any(
-        is_added
-        if node.op_type in ("LogSoftmax", "Softmax")
-        else node.op_type in operators.MOVES | {"Add", "Cast"}
-        and _is_in_scores(node.output[0], scope, is_added=is_added or node.op_type == "Add")
-        for node in readers
-    )
+    readers = _readers_behind([name], scope, _OF_SCORES)
+    return _are_scores([node.output[0] for _, node in readers if node.op_type == "Add"], scope)
+
+
+def _are_scores(names: Iterable[str], scope: Scope) -> bool:
+    """Whether a Softmax reads one of the values ``names``, perhaps moved, or added to."""
+    readers = _readers_behind(names, scope, _OF_SCORES)
+    return any(node.op_type in ("LogSoftmax", "Softmax") for _, node in readers)
+
+
+def _readers_behind(
+    names: Iterable[str], scope: Scope, through: Container[str]
+) -> Iterator[tuple[str, onnx.NodeProto]]:
+    """The values ``names`` with their readers, and so on behind those of the operators ``through``."""
+    waiting = [*names]
+    seen = {*waiting}
+    while waiting:
+        name = waiting.pop()
+        for node in (scope.nodes[index] for index in scope.readers.get(name, ())):
+            yield name, node
+            if node.op_type in through and node.output[0] not in seen:
+                seen.add(node.output[0])
+                waiting.append(node.output[0])
 
 
 def _choice(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
     """What chooses between two values: either; a mask, if it chooses the scores that count."""
     constants = (scope.constant(name) for name in node.input[1:])
     hides = any(value is not None and (value <= -_HIDING).any() for value in constants)
-    is_mask = hides or _is_in_scores(node.output[0], scope, is_added=True)
+    is_mask = hides or _are_scores(node.output, scope)
     yield Bound(0, 0, 1, "mask", 1 if is_mask else None)
 
 

@@ -401,18 +401,12 @@ class UsesOfInputs:
 
     def _moved(self, name: str) -> str:
         """The value of which ``name`` has values."""
-        return [name, *(maker.input[0] for maker in self._movers(name))][-1]
-
-    def _movers(self, name: str) -> Iterator[onnx.NodeProto]:
-        """The nodes, from the last one on, that only move the values of ``name``."""
-        scope = self._terms.scope
-        while (maker := scope.maker(name)) is not None and maker.op_type in operators.MOVES:
-            yield maker
-            name = maker.input[0]
+        return self.scope.origin(name, operators.MOVES)
 
     def _is_picked(self, name: str) -> bool:
         """Whether ``name`` has values in an order of its own, as the parents of joints."""
-        return any(maker.op_type in operators.GATHERS for maker in self._movers(name))
+        _, moves = self.scope.origin_and_moves(name, operators.MOVES)
+        return any(node.op_type in operators.GATHERS for node in moves)
 
     def _add_center(self, name: str, center: Center) -> None:
         for term in self._own(name):

@@ -189,6 +189,10 @@ def test_what_only_chooses_is_no_mask() -> None:
     assert replace(found["i"], far=()) == Range(0, 1, True, whole=True)
     found = ranges(f"{text} {{ {nodes} s = Softmax (y) }}")
     assert found["i"].usual == 1
+    # Each sum doubles the ways to the scores.
+    sums = " ".join(f"m{n} = Identity (s{n}) s{n + 1} = Add (s{n}, m{n})" for n in range(64))
+    found = ranges(f"{text} {{ {nodes} s0 = Add (y, y) {sums} s = Softmax (s64) }}")
+    assert found["i"].usual == 1
     # Amounts are summed, and positions counted.
     total = "(int32[1, 4] x) => (float[] y) <int64 k = {1}> { c = CumSum (x, k)"
     assert not ranges(f"{total} y = Cast <to = 1> (c) }}")["x"].known
