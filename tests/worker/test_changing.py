@@ -89,7 +89,7 @@ def made_of(text: str) -> onnx.ModelProto:
     return parsed(text, **stored)
 
 
-def found(expected: Reference) -> list[str]:
+def looked_for(expected: Reference) -> list[str]:
     """The names of the runs on the target that were looked for."""
     return [run.name for run in expected.runs if run.on_target and run.changes]
 
@@ -119,7 +119,7 @@ def test_an_output_that_is_always_the_same_is_compared_where_it_changes(
     ordinary = [run for run in expected.runs if not run.far]
     assert len({number for array in values_of("y", ordinary) for number in array.ravel()}) == 1
     # One sample, which is one too for other outputs that change in it.
-    assert len(found(expected)) == 1
+    assert len(looked_for(expected)) == 1
     assert all(not run.usual for run in expected.runs if run.changes)
 
 
@@ -178,7 +178,7 @@ def test_a_branch_that_no_other_sample_takes_is_run(tmp_path: Path) -> None:
     assert expected.facts.of("y").inconclusive == ""
     on_target = [run for run in expected.runs if run.on_target]
     assert {side for run in on_target for side in sides(run, ["c"])} == {("c", True), ("c", False)}
-    assert found(expected) == ["values that change c"]
+    assert looked_for(expected) == ["values that change c"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import onnx
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs
-from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, FUSING, RewriteName
+from hatch_epcontext.graph.number_format import ALWAYS, CORRECTIONS, FLOAT16, FUSING, RewriteName
 from hatch_epcontext.graph.rewrites import factors, integers, long_integers
 from hatch_epcontext.graph.rewrites.matching import (
     factors_of,
@@ -35,9 +35,6 @@ _BROADCASTING = 8
 """The opset from which Max and Min accept a number beside a tensor."""
 
 _LARGEST = float(np.finfo(np.float32).max)
-
-_END = 65504.0
-"""The largest number of float16."""
 
 _COMPARISONS = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 
@@ -473,7 +470,7 @@ def _limit_operands(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     operands = [*node.input]
     for number in _limited_operands(node, scope):
         is_larger = node.op_type.startswith("Greater") == (number == 0)
-        limit, end = ("Min", _END) if is_larger else ("Max", -_END)
+        limit, end = ("Min", FLOAT16.largest) if is_larger else ("Max", -FLOAT16.largest)
         operands[number] = builder.add(limit, operands[number], builder.number(end))
     return builder.add_like(node, node.op_type, operands)
 

@@ -10,6 +10,7 @@ import onnx
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Numbers
+from hatch_epcontext.graph.number_format import FLOAT16
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.integers import limits
 
@@ -22,7 +23,7 @@ _ARITHMETIC = frozenset({"Add", "Div", "Mul", "Sub"})
 _MOVES = operators.LAYOUT | {"Expand", "Gather", "Slice"}
 """Operators between a Cast and its arithmetic whose result has values of their first input."""
 
-_LARGEST, _EXACT, _END = 65504.0, 2048, 2.0**31
+_LARGEST, _EXACT, _END = FLOAT16.largest, 2048, 2.0**31
 """The largest float16; the integer up to which it has them all; and the first of more than 32 bits."""
 
 _SMALLEST_SCALE, _SCALED, _LARGEST_SCALE = 2.0**-29, 1 / 64, 1.0

@@ -16,6 +16,7 @@ import onnx
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Numbers, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Far, InFloats, Range, TensorFacts
+from hatch_epcontext.graph.number_format import FLOAT16
 from hatch_epcontext.graph.values.affine import scales
 from hatch_epcontext.graph.values.conventions import DEVIATIONS, looks_like_image, looks_like_sound
 from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms, ends
@@ -26,7 +27,7 @@ _SMALL = 1000.0
 _LARGE = 2.0**31 - 1
 """The largest integer of 32 bits: larger ones are left to what EPs declare."""
 
-_IN_FLOATS = 65504.0
+_IN_FLOATS = FLOAT16.largest
 """The largest float16: so are larger integers that become floats."""
 
 _MAX_EXACT = 2.0**53

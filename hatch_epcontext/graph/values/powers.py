@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph.number_format import FLOAT16
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.linear import INVALID, ends
 
@@ -35,8 +36,8 @@ _OF_LOGARITHMS, _OF_ROOTS = 2.0**17, 2.0**19
 and the second at 131008 too.
 """
 
-_LARGEST, _WIDEST = 65504.0, 4096.0
-"""Where a product leaves a format; and the largest inputs, of up to 12 bits, for which it matters."""
+_LARGEST, _WIDEST = FLOAT16.largest, 4096.0
+"""Where a product leaves the format; and the largest inputs, of up to 12 bits, for which it matters."""
 
 _KEEPING_SIGNS = (
     operators.MOVES | operators.EXTREMES | operators.MEANS | {"Cast", "Div", "Min", "Mul"}
