@@ -216,7 +216,7 @@ class _JobRun:
         return replace(attempt, comparisons=search.terms.comparisons)
 
     def _name(self, search: Search, recipe: Recipe) -> str:
-        """How progress names ``recipe`` from now on; the first one of ``search`` needs no name."""
+        """Name ``recipe`` in progress from now on, and return that; empty for the first one of ``search``."""
         names, location = self._build.workers.recipes, self._job.location
         recipes = [attempt.recipe for attempt in search.attempts]
         number = recipes.index(recipe) if recipe in recipes else len(recipes)

@@ -81,7 +81,7 @@ class Aims:
             scope,
             base,
             tuple(run for run in runs if run.far and len(run.frames) == len(base.frames)),
-            tuple(n for n in outputs if not tells(n, near) and scope.varies([n])),
+            tuple(name for name in outputs if not tells(name, near) and scope.varies([name])),
             tuple(name for name in deciders if len(_sides(name, runs)) == 1),
         )
 
@@ -98,7 +98,7 @@ class Aims:
 
     def variety(self, run: ReferenceRun) -> int:
         """How many different values the outputs have in ``run``."""
-        arrays = (np.concatenate([a.ravel() for a in values_of(n, [run])]) for n in self.outputs)
+        arrays = (np.concatenate([*map(np.ravel, values_of(name, [run]))]) for name in self.outputs)
         return sum(min(np.unique(array).size, _MAX_VALUES) for array in arrays)
 
 

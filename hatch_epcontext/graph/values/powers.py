@@ -150,7 +150,7 @@ class _Powers:
     def _add(self, node: onnx.NodeProto) -> None:
         if node.op_type in ("Log", "Sqrt"):
             self._claim(node.input[0])
-        elif self._is_broken(node):
+        elif self._is_fractional_power(node):
             # As a root, also of a quotient.
             self._reach(self._claim(node.input[0]), _OF_LOGARITHMS)
         rule = _RULES.get(node.op_type) if node.domain in graph.STANDARD else None
@@ -267,7 +267,7 @@ class _Powers:
             for name in self._measured(value.inputs):
                 self.degrees[name] = max(degree * is_share, self.degrees.get(name, 0.0))
 
-    def _is_broken(self, node: onnx.NodeProto) -> bool:
+    def _is_fractional_power(self, node: onnx.NodeProto) -> bool:
         """Whether ``node`` is a power that is no number for negative values."""
         if node.op_type != "Pow" or len(node.input) != 2:
             return False
