@@ -56,9 +56,9 @@ ALWAYS: tuple[RewriteName, ...] = (
 """The rewrites that lose nothing, and are applied to every model with such a fault."""
 
 FOR_RANGES: tuple[RewriteName, ...] = (
-    # Quotients of products are found before divisions are scaled, and small divisors made after that.
-    *("scaled-product", "ratio", "scaled-division", "log-power", "log-floor", "log-sum-exp"),
-    *("scaled-square", "floor", "comparison"),
+    # Products are found before a scale hides them, and divisions of the others are scaled too.
+    *("log-power", "log-floor", "log-sum-exp", "scaled-square", "scaled-product", "floor"),
+    *("comparison", "ratio", "scaled-division"),
 )
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 
