@@ -142,20 +142,20 @@ def test_what_the_graph_bounds_is_usual_and_within_its_range() -> None:
 def test_a_picture_without_structure_is_not_usual(known: bool) -> None:
     x = TensorFacts("x", "float32", (1, 3, 16, 16))
     found = fed([x], {"x": Range(0, 255, known, picture=True)})
-    usual = {each.nature for each in found if each.usual}
+    usual = {sample.nature for sample in found if sample.usual}
     assert usual == {"random", "clouds", "boxes", "text", "other clouds"}
-    unusual = {each.nature for each in found if not each.usual}
+    unusual = {sample.nature for sample in found if not sample.usual}
     assert {"white", "gradient", "spot", "dark noise", "half noise"} <= unusual
     # As of a mask.
     bounded = fed([x], {"x": Range(0, 1, known)})
-    assert {"gradient", "half noise"} <= {each.nature for each in bounded if each.usual}
+    assert {"gradient", "half noise"} <= {sample.nature for sample in bounded if sample.usual}
 
 
 def picture(nature: str, *shape: int) -> np.ndarray:
     """The first plane of a picture of this shape."""
     x = TensorFacts("x", "float32", shape)
     found = fed([x], {"x": Range(0, 1, known=False, picture=True)})
-    return next(each.feeds["x"][0, 0] for each in found if each.nature == nature)
+    return next(sample.feeds["x"][0, 0] for sample in found if sample.nature == nature)
 
 
 def test_a_picture_of_boxes_has_edges_of_all_sizes() -> None:

@@ -12,6 +12,7 @@ import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
+from hatch_epcontext.graph.number_format import FLOAT16
 from hatch_epcontext.graph.rewriting import Rules
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.integers import limits
@@ -25,7 +26,7 @@ _WHERE_REPEATS = 4
 _MAX_OF_MODULO = 1024
 """Up to here all remainders are right; QNN computes those of larger integers as floats of 11 bits."""
 
-_LARGEST_DIVISOR, _LARGEST_NUMBER = 2.0**14, 65504.0
+_LARGEST_DIVISOR, _LARGEST_NUMBER = 2.0**14, FLOAT16.largest
 """Behind these QNN's quotients are 0: that of several divisors, and that of a single stored number."""
 
 _FIRST_FACTOR = 2.0**-12

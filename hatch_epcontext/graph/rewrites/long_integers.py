@@ -10,6 +10,7 @@ from onnx import helper
 
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.dtypes import Numbers
+from hatch_epcontext.graph.number_format import FLOAT16
 from hatch_epcontext.graph.rewriting import Rules
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.affine import (
@@ -33,9 +34,6 @@ _LIMITING = 12
 _UNIT = 2.0**-15
 """What 1 is in the sum of both parts."""
 
-_SMALLEST = 2.0**-14
-"""The smallest number of which float16 has all bits."""
-
 
 def _is_wide(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether arithmetic ends here that scales large integers down, or subtracts a large one."""
@@ -57,7 +55,7 @@ def _split(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         result = _as_floats(whole, builder)
         if (value.scale != 1).any():
             result = builder.add("Mul", result, builder.number(value.scale))
-    elif np.abs(value.scale).min() >= _SMALLEST:
+    elif np.abs(value.scale).min() >= FLOAT16.least:
         result = _of_parts(whole, value.scale, scope.known_dtype(value.whole), builder)
     else:
         # The factor of one part would have few bits itself.

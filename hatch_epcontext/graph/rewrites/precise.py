@@ -446,7 +446,9 @@ def _scaled_division(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     return [result if node.op_type == "Div" else builder.add("Mul", result, scale)]
 
 
-_UNLIMITED = frozenset("Add CumSum Div Exp Mul Pow ReduceMean ReduceSum Sub".split())  # noqa: SIM905
+_UNLIMITED = frozenset(
+    {"Add", "CumSum", "Div", "Exp", "Mul", "Pow", "ReduceMean", "ReduceSum", "Sub"}
+)
 """Operators whose results, also rewritten, EPs may keep beyond the end of float16."""
 
 
