@@ -494,12 +494,12 @@ def test_a_failed_preparation_is_an_error_of_each_job(run: Run, project: Path) -
     assert str(problem).startswith(head)
 
 
-def overlaps(log: list[str], action: str) -> bool:
-    """Whether two steps of this kind ran at the same time."""
+def overlaps(log: list[str], *actions: str) -> bool:
+    """Whether two steps of these kinds ran at the same time."""
     running = 0
     for line in log:
-        running += line.endswith(f": {action} ...")
-        running -= f": {action} took " in line
+        running += line.endswith(tuple(f": {action} ..." for action in actions))
+        running -= any(f": {action} took " in line for action in actions)
         if running > 1:
             return True
     return False
@@ -512,10 +512,28 @@ def test_only_one_step_at_once_uses_a_device_for_one_user(
 ) -> None:
     provider = PROVIDERS["cpu"].changed(exclusive_device=exclusive_device)
     monkeypatch.setitem(PROVIDERS, "cpu", provider)
-    run("build.jobs = 4\n" + TWO, workers=Workers(120, log.append))
-    together = overlaps(log, "compile") or overlaps(log, "validate")
-    assert together is not exclusive_device
+    on_device = 0.5 if exclusive_device else 60
+    seconds = {"prepare": 60, "compile": on_device, "validate": on_device}
+    begun = {action: threading.Lock() for action in seconds}
+    another = {action: threading.Event() for action in seconds}
+
+    def hold_first(line: str) -> None:
+        """Hold the first step of each kind until another one begins, which an exclusive device prevents."""
+        log.append(line)
+        action = line.removesuffix(" ...").rpartition(": ")[2]
+        if action in seconds:
+            if begun[action].acquire(blocking=False):
+                another[action].wait(seconds[action])
+            else:
+                another[action].set()
+
+    run("build.jobs = 4\n" + TWO, workers=Workers(120, hold_first))
     assert overlaps(log, "prepare")
+    if exclusive_device:
+        assert not overlaps(log, "compile", "validate")
+    else:
+        assert overlaps(log, "compile")
+        assert overlaps(log, "validate")
     # Whatever ends first.
     results = [line.partition(" (cpu): ")[0] for line in log if " (cpu): " in line]
     assert results == ["a -> first", "a -> second", "b -> first", "b -> second"]
