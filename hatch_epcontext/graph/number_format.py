@@ -83,6 +83,7 @@ class Fault:
 
     Its conditions: ``exponent``, of a Pow; ``computed``: the operand is no single stored number; ``behind``:
     the node directly follows one of these operators, with or without an Add between; ``inputs``: how many;
+    ``logarithm``: ``low`` and ``high`` are of the natural logarithm of a power's size, not of an operand;
     ``attributes``: names, and the values that each may have, ``""`` for a missing one; ``whole``: the operand
     has integers, else floats.
     """
@@ -100,6 +101,7 @@ class Fault:
     inputs: int | None = None
     attributes: tuple[tuple[str, frozenset[str]], ...] = ()
     whole: bool = False
+    logarithm: bool = False
 
     def concerns(self, operator: str, inputs: int, attributes: Mapping[str, str]) -> bool:
         """Whether a node with so many inputs and these string attributes may have the fault.

@@ -6,7 +6,7 @@ Sums inside Conv, MatMul and reductions stay exact, as NPUs compute them.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 
 import numpy as np
 import onnx
@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, copy_of, rename_values
-from hatch_epcontext.graph.dtypes import Array
+from hatch_epcontext.graph.dtypes import Array, Numbers
 from hatch_epcontext.graph.number_format import FUSING, Fault, NumberFormat
 from hatch_epcontext.graph.scope import Scope, Types
 
@@ -231,11 +231,21 @@ class _EmulatedGraph:
             self._constants[value] = self._builder.store(np.float32(value))
         return self._constants[value]
 
+    def _logarithm(self, node: onnx.NodeProto) -> str:
+        """That of the size of a power, as `decisive` computes it."""
+        base, exponent = node.input
+        if self._scope.elem_type(exponent) != TensorProto.FLOAT:
+            exponent = self._builder.add("Cast", exponent, to=TensorProto.FLOAT)
+        size = self._builder.add("Abs", base)
+        return self._builder.add("Mul", self._builder.add("Log", size), exponent)
+
     def _faulty(self, node: onnx.NodeProto, value: str, fault: Fault) -> str:
         """``value``, the result of ``node``, as the EP computes it with ``fault``."""
         if fault.gives is None or not applies(fault, node, self._scope):
             return value
         builder, operand = self._builder, node.input[fault.operand]
+        if fault.logarithm:
+            operand = self._logarithm(node)
         # Without GreaterOrEqual, which older opsets lack.
         below = builder.add("Less", operand, self._constant(fault.low))
         above = builder.add("Greater", operand, self._constant(fault.high))
@@ -247,6 +257,17 @@ class _EmulatedGraph:
             )
             right = builder.add("Or", right, positive)
         return builder.add("Where", right, value, self._constant(fault.gives))
+
+
+def decisive(fault: Fault, operands: Sequence[Numbers]) -> Numbers:
+    """The values that decide whether a node with these ``operands`` is wrong."""
+    if not fault.logarithm:
+        return operands[fault.operand]
+    base, exponent = operands
+    if not base.size or not exponent.size:
+        return np.zeros(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(exponent * np.log(np.abs(base)))
 
 
 def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:

@@ -34,12 +34,15 @@ def emulated(
     made = parsed(f"(float[{len(x)}] x) => (float[{len(x)}] y) {{ {nodes} }}", **tensors)
     emulate(made, {}, format_, frozenset(skipped))
     onnx.checker.check_model(made)
-    (found,) = ReferenceEvaluator(made).run(None, {"x": np.array(x, np.float32)})
+    with np.errstate(divide="ignore"):
+        (found,) = ReferenceEvaluator(made).run(None, {"x": np.array(x, np.float32)})
     return [float(each) for each in np.asarray(found)]
 
 
 THIRD, SCALED, MOVED = 1 / 3, "y = Mul (x, k)", "y = Add (x, k)"
 FAULTY = replace(FLOAT16, faults=(SQUARE,))
+OF_LOGARITHM = Fault("Pow", "is 7", low=-1e38, high=-88, gives=7.0, logarithm=True)
+OF_POWERS = replace(FLOAT16, faults=(OF_LOGARITHM,))
 COMPUTED = Fault("Div", "is 0", operand=1, low=10, high=20, gives=0.0, computed=True)
 OF_COMPUTED = replace(FLOAT16, faults=(COMPUTED,))
 
@@ -69,6 +72,9 @@ OF_COMPUTED = replace(FLOAT16, faults=(COMPUTED,))
         # Faults, of which some are of computed values only.
         ("y = Pow (x, k)", [-0.0, 3.0], FAULTY, 2.0, [-4.0, 9.0]),
         ("y = Pow (x, k)", [-0.0, 3.0], FAULTY, 4.0, [0.0, 81.0]),
+        ("y = Pow (k, x)", [-128.0, 0.0, 3.0], OF_POWERS, 2.0, [7.0, 1.0, 8.0]),
+        ("y = Pow (x, k)", [-1e-4, 0.0, 2.0], OF_POWERS, 10.0, [7.0, 0.0, 1024.0]),
+        ("i = Cast <to = 7> (x) y = Pow (k, i)", [-128.0, 3.0], OF_POWERS, 2.0, [7.0, 8.0]),
         ("y = Div (x, k)", [16.0], OF_COMPUTED, 16.0, [1.0]),
         ("a = Neg (x) b = Neg (a) y = Div (x, b)", [16.0, 8.0], OF_COMPUTED, 0, [0.0, 1.0]),
     ],

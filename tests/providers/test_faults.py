@@ -10,6 +10,7 @@ from benchmarks import sweep
 from benchmarks.sweep import Case, Result
 from hatch_epcontext.graph.number_format import Fault
 from hatch_epcontext.graph.rewrites.precise import applicable
+from hatch_epcontext.graph.rounding import decisive
 from hatch_epcontext.providers import PROVIDERS
 from tests.conftest import needs_qnn
 
@@ -36,6 +37,13 @@ def explains(fault: Fault, case: Case, result: Result) -> bool:
             exponent = constants.get(node.input[1])
             if exponent is None or not np.allclose(exponent, fault.exponent, rtol=1e-3, atol=0):
                 continue
+        if fault.logarithm:
+            x = [example[0] for example in result.examples]
+            operands = (np.asarray(constants.get(name, x), np.float64) for name in node.input)
+            logarithms = decisive(fault, [*operands])
+            if ((fault.low <= logarithms) & (logarithms <= fault.high)).any():
+                return True
+            continue
         operand = node.input[fault.operand]
         low, high = result.low, result.high
         if operand in constants:
@@ -91,7 +99,7 @@ def test_one_name_of_a_rewrite_stands_for_one_operator_or_for_fused_ones() -> No
             ("comparison", operator)
             for operator in ("Greater", "GreaterOrEqual", "Less", "LessOrEqual")
         ),
-        *(("floor", operator) for operator in ("Exp", "Mish", "Softplus")),
+        *(("floor", operator) for operator in ("Exp", "Mish", "Pow", "Softplus")),
     }
 
 

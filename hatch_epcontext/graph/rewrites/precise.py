@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -418,9 +418,57 @@ def _covariance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     return [builder.reduced("ReduceMean", square, axes, keepdims=keeps)]
 
 
+_NOTHING = -80.0
+"""The logarithm of a number that is 0 in float16 too."""
+
+
 def _floor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Of numbers from -80 on: for smaller ones the result is 0 in float16 too."""
-    return [builder.add(node.op_type, builder.add("Max", node.input[0], builder.number(-80)))]
+    if node.op_type == "Pow":
+        return _power_of_number(node, scope, builder)
+    value = _limited(node.input[0], "Max", _NOTHING, scope, builder)
+    return [builder.add(node.op_type, value)] if value else None
+
+
+def _limited(name: str, operator: str, limit: float, scope: Scope, builder: Builder) -> str | None:
+    """The larger or the smaller, by ``operator``, of a value and ``limit``; None if it is that already."""
+    if any(
+        number == builder.dtype.type(limit) for number in _numbers_beside(name, operator, scope)
+    ):
+        return None
+    return builder.add(operator, name, builder.number(limit))
+
+
+def _numbers_beside(name: str, operator: str, scope: Scope) -> Iterator[float]:
+    """The stored numbers among the operands of ``operator``, if that makes ``name``."""
+    maker = scope.maker(name)
+    for operand in maker.input if maker is not None and maker.op_type == operator else ():
+        value = scope.constant(operand)
+        if value is not None and value.size == 1:
+            yield value.item()
+
+
+def _power_of_number(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """That of a stored positive number, as an Exp where float16 loses less of its logarithm."""
+    base, exponent = node.input
+    number = number_beside(exponent, base, scope)
+    if number is None or number <= 0 or number == 1 or scope.dtype(base) != builder.dtype:
+        return None
+    if scope.dtype(exponent) != builder.dtype:
+        exponent = builder.add("Cast", exponent, to=scope.elem_type(base))
+    logarithm = math.log(number)
+    by_logarithm = abs(logarithm) * (_lost(logarithm) + FLOAT16.unit / 2)
+    if by_logarithm < _lost(number):
+        exponent = builder.add("Mul", exponent, builder.number(logarithm))
+        return [builder.add("Exp", builder.add("Max", exponent, builder.number(_NOTHING)))]
+    operator = "Max" if number > 1 else "Min"
+    limited = _limited(exponent, operator, _NOTHING / logarithm, scope, builder)
+    return [builder.add("Pow", base, limited)] if limited else None
+
+
+def _lost(number: float) -> float:
+    """The share of ``number`` that float16 loses."""
+    return abs(float(np.float16(number)) / number - 1)
 
 
 _LARGE_DIVISOR = 8192.0
@@ -488,7 +536,7 @@ _RULES: Rules = {
     "log-sum-exp": (_sum_of_powers, ("Div", "Log"), None),
     "variance": (_covariance, ("Sub",), None),
     "scaled-square": (_root, ("Sqrt", "ReduceL2"), None),
-    "floor": (_floor, ("Exp", "Mish", "Softplus"), None),
+    "floor": (_floor, ("Exp", "Mish", "Pow", "Softplus"), None),
     "comparison": (_limit_operands, _COMPARISONS, _has_limited_operands),
     "scaled-division": (_scaled_division, ("Div", "Reciprocal"), _is_quotient),
     "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh"), None),

@@ -117,6 +117,7 @@ class Uses:
     ``size`` and ``degree``: up to which their powers matter, and the largest degree of these, see `powers`.
     ``beside``: the largest constant that it adds to them. ``turn``: the shortest turn of angles that
     they are. ``is_weight``: whether it multiplies stored numbers that differ, such as coordinates, by them.
+    ``exponent``: the largest integer of which, as the exponent of a stored number, the power is a float16.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -133,6 +134,7 @@ class Uses:
     beside: float = 0.0
     turn: float = math.inf
     is_weight: bool = False
+    exponent: float = math.inf
 
     @property
     def turns(self) -> float:
@@ -208,6 +210,7 @@ class UsesOfInputs:
             self._add_factors(name)
         self._add_weights(node)
         self._add_product(node)
+        self._add_exponent(node)
         operator = node.op_type if node.domain in graph.STANDARD else ""
         if operator in _OF_SIGNALS:
             for term in self._terms.of(node.input[0]):
@@ -244,6 +247,13 @@ class UsesOfInputs:
         for term in self._numbers(node.input[0]):
             uses = self.of[term.input]
             uses.turn = min(uses.turn, math.tau / abs(term.scale))
+
+    def _add_exponent(self, node: onnx.NodeProto) -> None:
+        bases = map(abs, ends(node.input[0], self.scope)) if node.op_type == "Pow" else ()
+        growth = max((abs(math.log(base)) for base in bases if base), default=0.0)
+        for term in self._numbers(node.input[1]) if growth else ():
+            uses, most = self.of[term.input], math.log(_IN_FLOATS) / growth / abs(term.scale)
+            uses.exponent = min(uses.exponent, max(1.0, math.floor(most)))
 
     def _add_indices(self, node: onnx.NodeProto) -> None:
         scope, data = self._terms.scope, node.input[0]
@@ -577,7 +587,7 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
     if highest <= ordinary.high:
         return
     offset = uses.floats.offset if uses.floats else 0.0
-    largest = min(highest, _LARGE / uses.gain)
+    largest = min(highest, _LARGE / uses.gain, uses.exponent)
     if uses.floats:
         # What overflows floats is no fault of integers: they are as large as the graph expects.
         largest = min(largest, abs(_IN_FLOATS / uses.floats.factor))

@@ -74,8 +74,10 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
         of_root = FULL_SCALE if is_sound else math.inf if facts.name in powers.degrees else 0.0
         uses.of[facts.name].size = powers.sizes.get(facts.name, of_root)
         uses.of[facts.name].degree = degree
+        range_ = ranges[facts.name]
         ranges[facts.name] = replace(
-            ranges[facts.name],
+            range_,
+            high=min(range_.high, uses.of[facts.name].exponent if range_.whole else math.inf),
             signed=facts.name not in powers.amounts,
             squared=facts.name in powers.differences,
         )

@@ -14,9 +14,9 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from hatch_epcontext.graph import graph, operators
-from hatch_epcontext.graph.dtypes import Array, Arrays
+from hatch_epcontext.graph.dtypes import Array, Arrays, Numbers
 from hatch_epcontext.graph.facts import NodeFacts, short_name
-from hatch_epcontext.graph.rounding import applies, exposed, rounded
+from hatch_epcontext.graph.rounding import applies, decisive, exposed, rounded
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.worker.comparison.emulation import FormattedModel
 from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Levels
@@ -240,11 +240,17 @@ class Divergence:
             return f"reaches {_number(largest)}; {format_.name} ends at {_number(ends)}"
         for fault in format_.faults_of(graph.operator(node)):
             if fault.gives is not None and applies(fault, node, self.model.scope):
-                fed = np.asarray(inner.rounded.get(node.input[fault.operand], ()), np.float64)
+                operands = (self._fed(name, inner) for name in node.input)
+                fed = decisive(fault, [*operands])
                 if ((fed >= fault.low) & (fed <= fault.high)).any():
                     return fault.text
         error = min(100 * inner.behind(node), 100)
         return f"has an error of {float(f'{error:.2g}'):g} %"
+
+    def _fed(self, name: str, inner: _Inner) -> Numbers:
+        """The values ``name`` in the number format, or stored; none if they are unknown."""
+        value = inner.rounded.get(name, self.model.scope.constant(name))
+        return np.asarray(() if value is None else value, np.float64)
 
 
 def describe(node: NodeFacts) -> str:

@@ -123,6 +123,28 @@ def test_a_square_is_a_product_and_the_power_of_a_half_a_root(
     assert mended(of(body, stored), "square") == expected
 
 
+@pytest.mark.parametrize(
+    ("body", "base", "expected"),
+    [
+        # Float16 has 2 and a half, but not 0.993.
+        ("y = Pow(b, x)", 2, ["Max", "Pow"]),
+        ("y = Pow(b, x)", 0.5, ["Min", "Pow"]),
+        ("y = Pow(b, x)", 0.993, ["Mul", "Max", "Exp"]),
+        ("i = Cast<to = 7>(x) y = Pow(b, i)", 1.02, ["Cast", "Cast", "Mul", "Max", "Exp"]),
+    ],
+)
+def test_a_power_of_a_number_ends_where_it_is_nothing(
+    body: str, base: float, expected: list[str]
+) -> None:
+    model = of(body, f"float b = {{{base}}}")
+    after = onnx.ModelProto.FromString(model.SerializeToString())
+    assert correct(after, ["floor"]) == ("floor",)
+    for wanted, found in zip(run(model), run(after), strict=True):
+        np.testing.assert_allclose(found, wanted, 1e-4, atol=1e-34)
+    assert untouched(after, "floor")
+    assert operators(after) == expected
+
+
 SUM = "total = ReduceSum{attributes}({inputs}) y = {use}"
 
 
@@ -358,6 +380,7 @@ STAYING = {
             "c = Greater(x, z)", "a = Relu(x) c = Less(a, two)", "a = Mul(x, z) c = Equal(a, two)")
     ],
     "scaled-division": ["y = Div(x, two)"],
+    "floor": [f"y = Pow({powers})" for powers in ("x, three", "one, x", "row, x", "below, x", "n, x")],
     "square": [f"y = Pow({powers})" for powers in ("x, three", "x, row", "x, deep", "x, n", "two, x")],
     "mean": [
         "total = ReduceSum(x) y = Div(count, total)",
@@ -510,6 +533,8 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
         ),
         ("log-power", of(LOGARITHMS[0].replace("z", "x"), STORED), TOKENS / 20),
         ("log-floor", of(SMALL_NUMBERS[1], STORED), TOKENS / 1e6),
+        ("floor", of("y = Pow(b, x)", "float b = {0.993}"), RNG.uniform(18, 1e3, (3, 8))),
+        ("floor", of("y = Pow(two, x)", STORED), RNG.uniform(-300, 10, (3, 8))),
         ("scaled-square", of(NORM, STORED), TOKENS),
         ("scaled-square", of(NORMS[3], STORED), 500 + 50 * RNG.standard_normal((3, 8))),
         ("variance", of(VARIANCES[0], STORED), 30 + RNG.standard_normal((3, 8)) / 4),

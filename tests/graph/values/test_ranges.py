@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -297,6 +298,25 @@ def test_filters_that_make_little_of_an_image_are_for_bytes(
         w=filters.astype(np.float32),
     )
     assert found["x"] == Range(0, high, known=False, picture=True)
+
+
+@pytest.mark.parametrize(
+    ("base", "factor", "highest"), [(2, 1, 15), (2, 2, 7), (10, 1, 4), (0.993, 1, 255), (1e6, 1, 1)]
+)
+def test_integers_are_exponents_of_which_float16_has_the_powers(
+    base: float, factor: int, highest: int
+) -> None:
+    found = ranges(
+        """(int64[3] i) => (float[] y) {
+            a = Mul (i, factor)
+            e = Cast <to = 1> (a)
+            y = Pow (base, e) }""",
+        base=np.float32(base),
+        factor=np.int64(factor),
+    )["i"]
+    assert (found.low, found.high) == (0, highest)
+    most = math.log(65504) / abs(math.log(base)) / factor
+    assert all(far.high <= max(most, 1) for far in found.far)
 
 
 def test_integers_that_nothing_bounds_are_bytes() -> None:
