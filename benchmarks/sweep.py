@@ -268,6 +268,7 @@ def cases() -> list[Case]:
         *_choosing(),
         *_moving(),
         *_integers(),
+        *on_the_way(),
     ]
 
 
@@ -681,6 +682,44 @@ def _integers() -> Iterator[Case]:
         yield Case(nodes, indices, "negative", used)
     few = np.array([-1, -8, 3], np.int32)
     yield Case("y = Gather(table, x)", few, "negative, int32", {"table": rows})
+
+
+def on_the_way() -> Iterator[Case]:
+    """Graphs of which float16 has inputs and results, but not what is computed between."""
+    random = np.random.default_rng(9)
+    counts, share = _rounded(np.linspace(-4000, 4000, 4096)).reshape(64, 64), 1 / 64
+    # The EP computes the product of two numbers itself if the second one divides.
+    yield Case("a = Mul(x, 3300); y = Mul(a, 0.00025)", counts)
+    for number in (20, 1000):
+        yield Case(f"a = Mul(x, x); y = Div(a, {number})", _rounded(counts / 4))
+    yield Case("a = Mul(x, 1000); b = Abs(x); c = Add(b, 1); y = Div(a, c)", counts)
+    yield Case("a = Mul(x, x); b = Add(a, 1); y = Div(x, b)", _rounded(counts / 16), step=TABLE)
+    constants = {"axes": np.array([-1]), "share": np.array(share, np.float32)}
+    yield Case(
+        "a = ReduceSum(x, axes); y = Mul(a, share)", _rounded(4 * counts), constants=constants
+    )
+    spikes = _rounded(random.normal(size=(64, 64)) * np.where(np.arange(64) == 7, 500, 1))
+    yield Case("a = Mul(x, x); y = ReduceMean<axes=[-1]>(a)", spikes, "rows with one large number")
+    beside = _rounded(30 + random.normal(size=(64, 64)))
+    nodes = "a = Mul(x, x); b = ReduceMean<axes=[-1]>(a); c = ReduceMean<axes=[-1]>(x)"
+    yield Case(f"{nodes}; d = Mul(c, c); y = Sub(b, d)", beside, "rows beside 30", step=0.05)
+    nodes = "a = Exp(x); b = ReduceSum(a, axes)"
+    axes = {"axes": constants["axes"]}
+    yield Case(f"{nodes}; y = Log(b)", _rounded(counts / 200), constants=axes, step=10 * TABLE)
+    yield Case(f"{nodes}; y = Div(a, b)", _rounded(counts / 200), constants=axes, step=2 * TABLE)
+    least = {"least": np.array(1e-10, np.float32)}
+    smallest = _POSITIVE[:4096].reshape(64, 64)
+    yield Case("a = Add(x, least); y = Log(a)", smallest, constants=least, step=0.05)
+    levels = _rounded(random.normal(size=(64, 64)) * np.geomspace(1e-4, 3000, 64)[:, None])
+    nodes = "a = Mul(x, x); b = ReduceMean<axes=[-1]>(a); c = Add(b, least)"
+    yield Case(f"{nodes}; y = Log(c)", levels, "rows of all levels", least, step=0.05)
+    whole = {"more": np.array(10**6, np.int32)}
+    nodes = "i = Add(x, more); f = Cast<to=1>(x); g = Cast<to=1>(i); y = Div(f, g)"
+    large = np.geomspace(300, 5e8, 256).astype(np.int32)
+    yield Case(nodes, large, "int32, large", whole, step=TABLE)
+    wide = _rounded(random.normal(size=(2, 1, 2, 1, 3)))
+    other = {"other": _rounded(random.normal(size=(1, 4, 1, 2, 1)))}
+    yield Case("c = Greater(x, other); y = Where(c, x, other)", wide, constants=other)
 
 
 def table(provider: str) -> Path:

@@ -213,7 +213,7 @@ _FLOAT16 = dataclasses.replace(
             for operator in ("Sin", "Cos", "Tan")
         ),
         *_symmetric("Atan", "is 131008, with x's sign, for |x| above 32768", 0, 32769.0, _LIMIT),
-        *_symmetric("Reciprocal", "is 0 for |x| above 16384", 0, 16385.0, 0.0),
+        *_symmetric("Reciprocal", "is 0 for |x| above 16384", 0, 16385.0, 0.0, "scaled-division"),
         *_symmetric("Div", "is 0 for divisors above 16384", 1, 16385.0, 0.0, "reciprocals"),
         Fault("Div", "is too small for divisors below 1.53e-5", None, 1, -1.526e-5, 1.526e-5),
         Fault("Mean", "is too small where the sum is above 65504", None, 0, *_WIDE),
