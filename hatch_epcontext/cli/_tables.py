@@ -142,21 +142,20 @@ def _try(
     config = pyproject.load(text, environ)
     stopped: BaseException | None = None
     finished, all_problems = list[NewModel](), list[Problem]()
-    for model in new:
-        # A model with several shapes is several of the configuration.
-        models = tuple(m for m in config.models if pyproject.path_of(m) == model.path)
-        try:
+    try:
+        for model in new:
+            # A model with several shapes is several of the configuration.
+            models = tuple(m for m in config.models if pyproject.path_of(m) == model.path)
             problems = failed_jobs(replace(config, models=models, unused=()))
-        except (KeyboardInterrupt, Terminated) as error:
-            stopped = error
-            break
-        reasons: dict[str, str] = {}
-        for name, target in ((m.name, target) for m in models for target in m.targets):
-            problem = problems.get((name, target.name))
-            reason = shorten(one_line(problem.message), _MAX_REASON) if problem else ""
-            reasons[target.name] = reasons.get(target.name) or reason
-        all_problems += problems.values()
-        finished.append(replace(model, outcomes=reasons))
+            reasons: dict[str, str] = {}
+            for name, target in ((m.name, target) for m in models for target in m.targets):
+                problem = problems.get((name, target.name))
+                reason = shorten(one_line(problem.message), _MAX_REASON) if problem else ""
+                reasons[target.name] = reasons.get(target.name) or reason
+            all_problems += problems.values()
+            finished.append(replace(model, outcomes=reasons))
+    except (KeyboardInterrupt, Terminated) as error:
+        stopped = error
     working = [model for model in finished if model.works]
     if stopped is not None:
         left = listing((model.path for model in new[len(finished) :]), MAX_NAMED)
