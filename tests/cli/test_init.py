@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -256,6 +255,25 @@ def test_a_trial_writes_what_works(cli: Cli, new_project: Path) -> None:
     assert cli("build").stderr.count("from the cache") == 3
 
 
+STOPPED = """
+import signal, sys
+from hatch_epcontext.cli import main
+
+write = sys.stderr.write
+
+def stop(text):
+    write(text)
+    if "b -> cpu" in text:
+        signal.raise_signal(signal.SIGINT)
+
+sys.stderr.write = stop
+# A shell lets what it runs in the background ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+"""The command, which gets Ctrl-C when it has compiled the model ``b``."""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 def test_a_trial_that_is_stopped_keeps_what_it_has_compiled(cli: Cli, new_project: Path) -> None:
     models = new_project / "models"
@@ -263,27 +281,10 @@ def test_a_trial_that_is_stopped_keeps_what_it_has_compiled(cli: Cli, new_projec
         model = network()
         model.doc_string = str(number)
         save(model, models / f"c{number}.onnx")
-    # Shells let what they run in the background ignore this signal.
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from hatch_epcontext.cli import main; main()"
-    )
-    arguments = [
-        sys.executable,
-        "-c",
-        code,
-        "init",
-        "--try",
-        "-p",
-        "cpu",
-    ]
-    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        while "b -> cpu" not in process.stderr.readline():
-            pass
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
+    arguments = (sys.executable, "-c", STOPPED, "init", "--try", "-p", "cpu")
+    process = subprocess.run(arguments, stderr=subprocess.PIPE, text=True, check=False)
     assert process.returncode == 1
+    rest = process.stderr.partition("b -> cpu")[2]
     assert "stopped; epcontext init --try compiles what is left: " in rest
     file = new_project / "pyproject.toml"
     written = [t["path"] for t in parse(file.read_text())["tool"]["epcontext"]["models"]]
