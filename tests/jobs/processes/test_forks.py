@@ -23,7 +23,12 @@ from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import to_json, to_plain
 from hatch_epcontext.worker.protocol import Order
 from tests.conftest import REPOSITORY, wait_for
-from tests.jobs.processes.conftest import problem, process_in, request_for
+from tests.jobs.processes.conftest import (
+    problem,
+    process_in,
+    request_for,
+    time_out_when_it_sleeps,
+)
 from tests.jobs.processes.test_process import SLEEPING, is_running, wait_until_gone
 
 if sys.platform != "linux":
@@ -94,8 +99,9 @@ def daemon(folder: Path) -> str:
 def test_a_daemon_that_a_worker_started_ends_with_it(
     tmp_path: Path, check: Path, workers: Workers
 ) -> None:
-    workers.timeout = 3
-    ends = ("raise ValueError", "os.kill(os.getpid(), 9)", "os.abort()", "time.sleep(600)")
+    time_out_when_it_sleeps(workers)
+    slow = "print('sleeping', flush=True); time.sleep(600)"
+    ends = ("raise ValueError", "os.kill(os.getpid(), 9)", "os.abort()", slow)
     for end in ends:
         folder = tmp_path / str(ends.index(end))
         folder.mkdir()

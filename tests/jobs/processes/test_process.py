@@ -22,7 +22,13 @@ from hatch_epcontext.system import cores
 from hatch_epcontext.worker.protocol import ACTIVITY, LOG
 from hatch_epcontext.worker.requests import PrepareRequest
 from tests.conftest import wait_for
-from tests.jobs.processes.conftest import KEY, problem, process_in, request_for
+from tests.jobs.processes.conftest import (
+    KEY,
+    problem,
+    process_in,
+    request_for,
+    time_out_when_it_sleeps,
+)
 from tests.models import network, save
 
 pytestmark = pytest.mark.slow
@@ -110,7 +116,8 @@ def test_a_worker_answers_several_requests_each_in_a_folder_of_its_own(
     (failed,) = raised.value.problems
     assert failed.location == "the last one"
     assert failed.kind is (Kind.WORKER_CRASHED if last == "crash" else Kind.COMPILE_FAILED)
-    assert (" while looking (for 0 s)" in failed.message) == (last == "crash")
+    found = re.search(r" while looking \(for \d+ s\)", failed.message)
+    assert (found is not None) == (last == "crash")
 
 
 USED = """
@@ -225,10 +232,10 @@ def test_a_worker_is_killed_after_the_timeout_with_what_it_started(
 ) -> None:
     stop = "os.kill(os.getpid(), 19)\n" if way == "is stopped" else ""
     check.write_text(f"{SLEEPING}{stop}time.sleep(600)\n", encoding="utf-8")
-    workers.timeout = 3
+    time_out_when_it_sleeps(workers)
     stopped = problem(workers, tmp_path)
     assert stopped.kind is Kind.WORKER_TIMEOUT
-    assert "after 3 seconds" in stopped.message
+    assert "after 1 seconds" in stopped.message
     assert "build.timeout" in stopped.text()
     assert stopped.log == "sleeping"
     for name in ("worker", "child"):
@@ -315,7 +322,8 @@ def test_long_activities_are_reported_while_they_run(
     workers.pulse.mark_reported()
     workers.progress = progress
     problem(workers, tmp_path)
-    assert lines[0] == "a -> npu: check begins"
+    # A busy machine needs more than a second to start an interpreter.
+    assert re.fullmatch(r"a -> npu: check (begins|has run for \d+ s)", lines[0])
     assert re.fullmatch(
         r"a -> npu: check has run for \d+ s while waiting for a file \(for \d+ s\)", lines[-1]
     )
