@@ -114,7 +114,7 @@ def test_a_byte_from_time_to_time_is_reported_and_then_an_error(
     hub: Hub, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web, "_WINDOW", 0.5)
-    monkeypatch.setattr("hatch_epcontext.system._FIRST_BEAT", 0.2)
+    monkeypatch.setattr(Heartbeat, "due", lambda self: True)
     hub.faults = {"m.onnx": "slow"}
     log = list[str]()
     with pytest.raises(DownloadError, match="fewer than 1000 bytes a second"):
