@@ -67,11 +67,12 @@ def graphs(body: _P) -> Iterator[_P | onnx.GraphProto]:
 
 def inner_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     """Return the graphs inside ``node``, without those inside them."""
-    return [
-        inner
-        for attribute in node.attribute
-        for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs)
-    ]
+    inner: list[onnx.GraphProto] = []
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            inner.append(attribute.g)
+        inner += attribute.graphs
+    return inner
 
 
 def nodes(body: Body) -> Iterator[onnx.NodeProto]:

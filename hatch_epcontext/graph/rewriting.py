@@ -96,10 +96,11 @@ def apply(
     declined: list[Declined] = []
     replaced = 0
     scope: Scope | None = None
+    present: set[str] | None = None
     for rewrite in to_apply:
-        present = {
-            graph.operator(node) for node in graph.nodes(model.graph) if node.name not in kept
-        }
+        if present is None:
+            nodes = graph.nodes(model.graph)
+            present = {graph.operator(node) for node in nodes if node.name not in kept}
         operators = [name for name in present if name in rewrite.operators]
         if allowed is not None:
             operators = [name for name in operators if name in allowed]
@@ -109,7 +110,7 @@ def apply(
         rules = dict.fromkeys(operators, _rule(rewrite, kept))
         scope = scope or Scope.of(model, types)
         if number := builder.replace(scope, rules, nested=rewrite.nested):
-            scope = None
+            scope = present = None
             replaced += number
             builder.write()
             for body in graph.graphs(model.graph):

@@ -16,7 +16,7 @@ from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, copy_of, rename_values
 from hatch_epcontext.graph.dtypes import Array, Numbers
 from hatch_epcontext.graph.number_format import FUSING, Fault, NumberFormat
-from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.graph.scope import Scope
 
 _SAME_VALUES = operators.MOVES | operators.PADS | operators.EXTREMES | operators.DEQUANTIZES
 _SAME_VALUES |= {"Abs", "Concat", "Max", "Min", "Neg", "Relu", "Sign", "TopK", "Where"}
@@ -75,19 +75,19 @@ def _widen_types(body: onnx.GraphProto, kept: Container[str]) -> None:
 
 
 def emulate(
-    model: onnx.ModelProto, types: Types, format_: NumberFormat, skipped: Set[str] = frozenset()
+    model: onnx.ModelProto, scope: Scope, format_: NumberFormat, skipped: Set[str] = frozenset()
 ) -> None:
     """Round the floats of ``model`` as ``format_`` does; its shapes are fixed.
 
-    ``types``: the known types of its values. ``skipped``: the names of nodes that the EP does not compute:
-    their results are rounded where other nodes read them, as inputs are. Not rounded are results that the EP
-    computes with integers between quantized values, their scales, inner graphs, and stored numbers that a
-    node without rounding also reads.
+    ``scope``: that of the model, which may have fewer outputs there. ``skipped``: the names of nodes that the
+    EP does not compute: their results are rounded where other nodes read them, as inputs are. Not rounded are
+    results that the EP computes with integers between quantized values, their scales, inner graphs, and
+    stored numbers that a node without rounding also reads.
     """
     for opset in model.opset_import:
         if not opset.domain and opset.version in (_WHERE - 2, _WHERE - 1):
             opset.version = _WHERE
-    emulated = _EmulatedGraph(model, types, format_)
+    emulated = _EmulatedGraph(model, scope, format_)
     for node in model.graph.node:
         emulated.add(node, rounds=node.name not in skipped or not node.name)
     emulated.write()
@@ -123,9 +123,9 @@ def with_thresholds(
 
 
 class _EmulatedGraph:
-    def __init__(self, model: onnx.ModelProto, types: Types, format_: NumberFormat) -> None:
+    def __init__(self, model: onnx.ModelProto, scope: Scope, format_: NumberFormat) -> None:
         self._format = format_
-        self._scope = Scope.of(model, types)
+        self._scope = scope
         self._builder = Builder(model)
         self._outputs = {value.name for value in model.graph.output}
         self._constants: dict[float, str] = {}
@@ -312,9 +312,8 @@ def _before(node: onnx.NodeProto, scope: Scope) -> Iterator[onnx.NodeProto]:
             yield from _before(maker, scope)
 
 
-def exposed(model: onnx.ModelProto, types: Types) -> onnx.ModelProto:
-    """A copy of ``model`` with all its floats and long integers as outputs; ``types``: of its values."""
-    scope = Scope.of(model, types)
+def exposed(model: onnx.ModelProto, scope: Scope) -> onnx.ModelProto:
+    """A copy of ``model`` with all its floats and long integers as outputs; ``scope``: that of the model."""
     results = [name for node in model.graph.node for name in node.output if name]
     for elem_type in (TensorProto.FLOAT, TensorProto.INT64):
         names = (name for name in results if scope.elem_type(name) == elem_type)

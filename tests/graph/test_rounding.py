@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 
 from hatch_epcontext.graph.number_format import BFLOAT16, FLOAT16, Fault, NumberFormat
 from hatch_epcontext.graph.rounding import emulate, exposed, widen
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import PROVIDERS
 from tests.models import parsed
 
@@ -32,7 +33,7 @@ def emulated(
     """What ``nodes``, of which the last one makes ``y``, give for ``x``."""
     tensors: dict[str, Any] = {name: np.float32(number) for name, number in stored.items()}
     made = parsed(f"(float[{len(x)}] x) => (float[{len(x)}] y) {{ {nodes} }}", **tensors)
-    emulate(made, {}, format_, frozenset(skipped))
+    emulate(made, Scope.of(made), format_, frozenset(skipped))
     onnx.checker.check_model(made)
     with np.errstate(divide="ignore"):
         (found,) = ReferenceEvaluator(made).run(None, {"x": np.array(x, np.float32)})
@@ -116,7 +117,7 @@ def test_stored_numbers_are_rounded_as_data_only(
 ) -> None:
     text = f"(float[1, 4] x, int8[1, 4] z) => (float[a, b] y) {{ [n] y = {node} }}"
     made = parsed(text, k=stored)
-    emulate(made, {}, FLOAT16, {skipped})
+    emulate(made, Scope.of(made), FLOAT16, {skipped})
     (kept,) = (tensor for tensor in made.graph.initializer if tensor.name == "k")
     assert numpy_helper.to_array(kept).ravel()[0] == expected
 
@@ -128,7 +129,7 @@ def test_sums_are_exact_up_to_the_addition_behind_them() -> None:
             y = Add (sum, b) }""",
         w=np.array([[1000.0], [1000.0]], np.float32),
     )
-    emulate(made, {}, FLOAT16)
+    emulate(made, Scope.of(made), FLOAT16)
     (found,) = ReferenceEvaluator(made).run(None, {"x": np.array([[50, 60]], np.float32)})
     # 110,000 is beyond the format, and 50,000 is not.
     assert float(np.asarray(found).item()) == pytest.approx(50_016, abs=32)
@@ -139,7 +140,7 @@ def test_what_is_quantized_is_not_rounded() -> None:
         floats = DequantizeLinear (x, scale, zero)
         product = Mul (floats, floats)
         y = QuantizeLinear (product, scale, zero) }""")
-    emulate(made, {}, FLOAT16)
+    emulate(made, Scope.of(made), FLOAT16)
     assert len(made.graph.node) == 3
 
 
@@ -148,7 +149,7 @@ def test_all_floats_can_be_outputs() -> None:
             square = Mul (x, x)
             larger = Greater (square, x)
             y = Where (larger, square, x) }""")
-    made = exposed(made, {})
+    made = exposed(made, Scope.of(made))
     assert [each.name for each in made.graph.output] == ["y", "square"]
 
 

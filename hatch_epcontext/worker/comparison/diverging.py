@@ -203,12 +203,16 @@ class Divergence:
         """A session that returns all values of the prepared model."""
         results = (name for node in self.model.scope.nodes for name in node.output)
         size = sum(math.prod(self.model.scope.shape(name) or (1,)) for name in results)
-        return None if size > _MAX_VALUES else _open(exposed(self.model.prepared, self.model.types))
+        return None if size > _MAX_VALUES else _open(self._exposed)
 
     @cached_property
     def _inexact(self) -> ort.InferenceSession | None:
         """The same in the number format."""
-        return _open(self.model.rounding(exposed(self.model.prepared, self.model.types)))
+        return _open(self.model.rounding(self._exposed))
+
+    @property
+    def _exposed(self) -> onnx.ModelProto:
+        return exposed(self.model.prepared, self.model.scope)
 
     def _exceeds(self, run: ReferenceRun) -> bool:
         """Whether values of ``run`` are beyond the format's largest."""

@@ -95,10 +95,12 @@ class FormattedModel:
         return [node for node in self.scope.nodes if node.name not in self.skipped]
 
     def rounding(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """A copy of ``model`` that rounds to the format where the EP computes it."""
+        """A copy of ``model``, the prepared one or that with more outputs, which rounds to the format where
+        the EP computes it.
+        """
         copy = onnx.ModelProto()
         copy.CopyFrom(model)
-        round_values(copy, self.types, self.format, self.skipped)
+        round_values(copy, self.scope, self.format, self.skipped)
         return copy
 
 

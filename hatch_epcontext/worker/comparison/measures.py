@@ -14,7 +14,7 @@ too. An output that joins scores with other values is compared as two: its score
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
@@ -101,19 +101,15 @@ class Scores:
         """Whether ``array`` can have scores there."""
         return array.ndim == self.rank and array.shape[self.axis] == len(self.are_scores)
 
-    def indices(self, *, are_scores: bool) -> NDArray[np.intp]:
-        """The indices of the scores, or of the other values."""
-        return np.flatnonzero(np.equal(self.are_scores, are_scores))
+    @cached_property
+    def indices(self) -> Mapping[bool, NDArray[np.intp]]:
+        """The indices of the scores (True), and of the other values."""
+        are_scores = np.array(self.are_scores)
+        return {True: np.flatnonzero(are_scores), False: np.flatnonzero(~are_scores)}
 
     def take(self, array: NDArray[_T], *, are_scores: bool) -> NDArray[_T]:
         """The scores in ``array``, or its other values."""
-        return np.take(array, self.indices(are_scores=are_scores), self.axis)
-
-    def whole(self, part: Slice, *, are_scores: bool) -> Slice:
-        """The slice of the output that is ``part`` of its scores, or of its other values."""
-        if part.axis != self.axis:
-            return part
-        return replace(part, index=int(self.indices(are_scores=are_scores)[part.index]))
+        return np.take(array, self.indices[are_scores], self.axis)
 
 
 @dataclass(frozen=True)
@@ -228,16 +224,18 @@ def compare_values(
     parts: list[Agreement] = []
     for are_scores, part in ((True, " of its scores"), (False, " of its other values")):
         own, own_ref = (scores.take(array, are_scores=are_scores) for array in (out, ref))
-        own_facts = replace(facts, nature="unit" if are_scores else facts.nature)
+        own_facts = replace(facts, nature="unit") if are_scores else facts
         own_elsewhere = elsewhere.part(scores, are_scores=are_scores)
         deviation = _Deviation(own, own_ref, own_facts, limits.unit, own_elsewhere, scores.axis)
         agreement = _agreement_of(name, deviation)
         agreement = _judge(agreement, deviation, limits, None if parts else row, part)
-        if (worst := agreement.worst) is not None:
-            worst = scores.whole(worst, are_scores=are_scores)
-        parts.append(replace(agreement, worst=worst))
+        if (worst := agreement.worst) is not None and worst.axis == scores.axis:
+            worst = replace(worst, index=int(scores.indices[are_scores][worst.index]))
+            agreement = replace(agreement, worst=worst)
+        parts.append(agreement)
     (agreement,) = worst_agreements(parts)
-    return replace(agreement, excesses=tuple(excess for part in parts for excess in part.excesses))
+    excesses = tuple(excess for part in parts for excess in part.excesses)
+    return replace(agreement, excesses=excesses) if excesses else agreement
 
 
 def _compare_exact(name: str, aligned: Aligned, limits: Tolerance, row: _Row | None) -> Agreement:
@@ -349,6 +347,16 @@ class _Deviation:
         return self.ref**2
 
     @cached_property
+    def noise(self) -> Numbers:
+        """The noise of each value."""
+        return self.error**2
+
+    @cached_property
+    def mean(self) -> float:
+        """The mean signal of a value."""
+        return float(self.power.mean())
+
+    @cached_property
     def whole(self) -> float:
         """The signal of the whole output."""
         return float(self.signal(None))
@@ -362,8 +370,10 @@ class _Deviation:
     @property
     def cosine(self) -> float | None:
         """The cosine similarity; None if the output is so near zero that its direction is only rounding."""
+        if self.mean < self.whole:
+            return None
         norms = float(np.linalg.norm(self.out) * np.linalg.norm(self.ref))
-        if not norms or float(np.mean(self.power)) < self.whole:
+        if not norms:
             return None
         return min(float(self.out.ravel() @ self.ref.ravel()) / norms, 1.0)
 
@@ -387,9 +397,9 @@ class _Deviation:
 
     def decibels(self, axis: int | None) -> Numbers:
         """The signal-to-noise ratio of the output or of each slice."""
-        noise = np.asarray((self.error**2).mean(axis=self._others(axis)))
+        noise = np.asarray(self.noise.mean(axis=self._others(axis)))
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = self.signal(axis) / noise
+            ratio = (self.whole if axis is None else self.signal(axis)) / noise
             are_many = self._size(axis) > _SHARES
             if self.facts.nature == "unit" and are_many and self.are_columns(axis):
                 ratio = np.minimum(ratio, self._peaks(axis))
@@ -418,7 +428,9 @@ class _Deviation:
     def _above(self, floor: float, axis: int | None) -> Numbers:
         """The signal, at least the ``floor`` and a part of that in other samples."""
         axes = self._others(axis)
-        signal: Numbers = np.maximum(self.power.mean(axis=axes), floor)
+        signal: Numbers = np.maximum(
+            self.mean if axis is None else self.power.mean(axis=axes), floor
+        )
         elsewhere = self.elsewhere.signal(self.ref.shape, axes)
         return np.maximum(signal, _OTHER_SAMPLES**2 * elsewhere) if elsewhere.size else signal
 

@@ -39,7 +39,7 @@ def rewritten(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
 def emulated(model: onnx.ModelProto) -> onnx.ModelProto:
     assert FORMAT is not None
     copy = onnx.ModelProto.FromString(model.SerializeToString())
-    emulate(copy, value_types(copy, Path("unsaved.onnx")), FORMAT)
+    emulate(copy, Scope.of(copy, value_types(copy, Path("unsaved.onnx"))), FORMAT)
     return copy
 
 
