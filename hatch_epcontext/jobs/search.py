@@ -75,15 +75,17 @@ class Verdict:
 
     @property
     def nearness(self) -> Nearness:
-        """Its margin and gap, and the worst sample."""
-        return Nearness(self.margin, self.gap, self.sample)
+        """Its margin and gap, the worst sample, and the number of unusual ones that differ."""
+        return Nearness(self.margin, self.gap, self.sample, self.unusual)
 
     def is_worth(self, other: Verdict) -> bool:
         """Whether outputs are so much nearer than in ``other``, which does not agree, or right for so many
         more samples, that changes pay.
         """
+        if other.agrees or self.status == "beaten":
+            return False
         is_wider = self.unusual < other.unusual and self.margin >= other.margin - GAIN
-        return not other.agrees and (is_wider or self.nearness.is_worth(other.nearness))
+        return is_wider or self.nearness.is_worth(other.nearness)
 
 
 @dataclass(frozen=True)

@@ -360,9 +360,8 @@ def _to_beat(search: Search, attempt: Attempt) -> Nearness | None:
         for other in search.attempts
         if other.is_whole and other.recipe.dequantize == attempt.recipe.dequantize
     )
-    # What only warns may be as near, and right for more samples.
-    nearnesses = [v.nearness for v in verdicts if v and not v.loses and not v.unusual]
-    best = max(nearnesses, key=lambda nearness: (nearness.margin, -nearness.gap), default=None)
+    nearnesses = [verdict.nearness for verdict in verdicts if verdict and not verdict.loses]
+    best = max(nearnesses, key=lambda n: (-n.unusual, n.margin, -n.gap), default=None)
     return best if attempt.is_whole and best and math.isfinite(best.margin) else None
 
 

@@ -124,12 +124,14 @@ class Nearness:
     """How near results are to the CPU's: ``margin`` in decibels above the limits, negative beyond them.
 
     ``gap``: the decibels by which a run is worse than its emulation. ``sample``: the name of the one in which
-    the target is worst, if that is known.
+    the target is worst, if that is known. ``unusual``: for how many samples that an app may never have they
+    differ.
     """
 
     margin: float = math.inf
     gap: float = 0.0
     sample: str = ""
+    unusual: int = 0
 
     def is_worth(self, other: Nearness) -> bool:
         """Whether it is so much nearer than ``other`` that changes pay."""

@@ -496,6 +496,7 @@ def test_what_differs_for_fewer_samples_far_from_the_ordinary_wins(
     validations = dict.fromkeys(("plain", "ranges"), near)
     ep = Ep({"plain": (), "ranges": ()}, validations, unusual=unusual)
     search = ep.finish(search_for())
+    assert ep.to_beat == [None, *([40] if unusual else [])]
     assert [name_of(recipe) for recipe in ep.compiled] == [
         "plain",
         *(["ranges"] if unusual else []),
@@ -530,6 +531,9 @@ def test_what_is_beaten_is_not_shipped_and_noted() -> None:
     beaten = {COMPARED: Validated(sensitive(4), beaten=True)}
     search = replace(search.adding(replace(second, validated=beaten)), winners={})
     assert next_recipe(search) == Won(first)
+    # What was not run does not count as right.
+    warns = replace(first, validated={COMPARED: Validated(sensitive(3), unusual=2)})
+    assert next_recipe(search.adding(warns)) == Won(warns)
     note = "no nearer than another recipe: not all samples were run"
     assert any(note in line for line in notes(search, first))
 

@@ -57,6 +57,12 @@ class Comparison:
     runs: int = 0
     beaten: bool = False
 
+    @property
+    def worst(self) -> str:
+        """The name of the usual sample that is nearest to the limits; empty if none agrees."""
+        worst = min(self.levels, key=lambda level: level.margin, default=None)
+        return "" if worst is None else worst.run.name
+
 
 def compare_runs(
     session: ort.InferenceSession,

@@ -137,6 +137,20 @@ def test_the_smallest_floats_that_differ_are_named_whatever_is_to_be_beaten(tmp_
 
 
 @needs_qnn
+def test_what_is_no_nearer_may_still_be_right_for_more_unusual_samples(tmp_path: Path) -> None:
+    request = built(variance(), "qnn", tmp_path)
+    source = prepare.handle(PrepareRequest(request.model, "none", str(tmp_path), compare=True))
+    request = dataclasses.replace(request, reference=source.reference, prepared=source.path)
+    whole = validate.handle(request)
+    assert whole.unusual > 0
+    for unusual in (whole.unusual, whole.unusual + 1):
+        to_beat = Nearness(whole.validation.margin, unusual=unusual)
+        validated = validate.handle(dataclasses.replace(request, to_beat=to_beat))
+        assert validated.beaten == (unusual == whole.unusual)
+        assert validated.beaten or validated.validation == whole.validation
+
+
+@needs_qnn
 @pytest.mark.parametrize("embed", [False, True])
 def test_several_partitions_are_counted_and_run(tmp_path: Path, embed: bool) -> None:
     request = built(interrupted(), "qnn", tmp_path, embed=embed)
