@@ -246,6 +246,9 @@ _POSITIVE = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float3
 ALL = np.concatenate([-_POSITIVE[::-1], _POSITIVE]).reshape(1, 1, -1, 64)
 """All finite float16 values, 0 and -0.0 too."""
 
+NEAR_ZERO = ALL[np.abs(ALL) < 2.0**-6].reshape(1, 1, -1, 64)
+"""Those within a 64th of 0."""
+
 
 def _dtype(array: NDArray[Any]) -> int:
     return int(onnx.helper.np_dtype_to_tensor_dtype(array.dtype))
@@ -282,6 +285,9 @@ _INTERPOLATED = (
     "Acos", "Atan", "Sinh", "Cosh", "Asinh", "Acosh", "Atanh",
 )  # fmt: skip
 
+_ANGLES = ("Sin", "Tan", "Atan")
+"""These are near 0 for operands near 0."""
+
 _GATED = (
     "HardSwish",
     "Gelu",
@@ -298,6 +304,11 @@ def _unary() -> Iterator[Case]:
     gated = np.maximum(TABLE, TABLE / 2 * np.abs(ALL))
     yield from (Case(f"y = {each}(x)", ALL) for each in _EXACT)
     yield from (Case(f"y = {each}(x)", ALL, step=TABLE) for each in _INTERPOLATED)
+    yield from (Case(f"y = {each}(x)", NEAR_ZERO, of="near 0") for each in ("Tanh", *_ANGLES))
+    small = (
+        "size = Abs(x); small = Less(size, 0.03125); result = {}(x); y = Where(small, x, result)"
+    )
+    yield from (Case(small.format(each), NEAR_ZERO, of="near 0") for each in _ANGLES)
     yield from (Case(f"y = {each}(x)", ALL, step=gated, opset=20) for each in _GATED)
     yield Case(_SILU.format("x", "x"), ALL, step=gated)
     yield Case("a = Neg(x); b = Exp(a); c = Add(b, 1); y = Div(1, c)", ALL, step=TABLE)

@@ -17,6 +17,7 @@ RewriteName = Literal[
     "int64-outputs",
     "pool-padding",
     "variance",
+    "small-angle",
     "split-integers",
     "factors",
     "log-power",
@@ -47,7 +48,7 @@ WHOLE: tuple[RewriteName, ...] = (
 """Those of `rewrites.integers`."""
 
 ALWAYS: tuple[RewriteName, ...] = (
-    *("square", "mean", "clip-inputs", "int64-outputs", "pool-padding", "variance"),
+    *("square", "mean", "clip-inputs", "int64-outputs", "pool-padding", "variance", "small-angle"),
     # Before remainders are rewritten, from which no range can be read.
     "split-integers",
     "factors",

@@ -212,6 +212,11 @@ _FLOAT16 = dataclasses.replace(
             Fault(operator, "is off by about |x| / 900, and is arbitrary beyond 1000", None, 0, *_WIDE)
             for operator in ("Sin", "Cos", "Tan")
         ),
+        *(
+            Fault(operator, "is off by up to 0.0002 near 0", "small-angle", 0, -(2.0**-5), 2.0**-5)
+            for operator in ("Sin", "Tan")
+        ),
+        Fault("Atan", "is -0.0001 for 0", "small-angle", 0, -1e-4, 1e-4, -9.757e-5),
         *_symmetric("Atan", "is 131008, with x's sign, for |x| above 32768", 0, 32769.0, _LIMIT),
         *_symmetric("Reciprocal", "is 0 for |x| above 16384", 0, 16385.0, 0.0, "scaled-division"),
         *_symmetric("Div", "is 0 for divisors above 16384", 1, 16385.0, 0.0, "reciprocals"),

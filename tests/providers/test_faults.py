@@ -127,6 +127,7 @@ def test_one_name_of_a_rewrite_stands_for_one_operator_or_for_fused_ones() -> No
         ("clip-inputs", "Clip"),
         ("unfuse-activation", "Sigmoid"),
         ("unfuse-activation", "Tanh"),
+        *(("small-angle", operator) for operator in ("Atan", "Sin", "Tan")),
         ("truncate", "Div"),
         ("modulo", "Mod"),
         ("truth", "Cast"),

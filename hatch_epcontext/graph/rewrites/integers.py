@@ -17,7 +17,7 @@ from hatch_epcontext.graph.rewriting import Rules
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.integers import limits
 
-_COMPARING = 9
+COMPARING = 9
 """The opset from which Less takes integers, and Where exists."""
 
 _WHERE_REPEATS = 4
@@ -54,7 +54,7 @@ def _is_rounded_down(node: onnx.NodeProto, scope: Scope) -> bool:
 
 def _truncate(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A division of what is not negative, with the sign behind it."""
-    if builder.opset < _COMPARING:
+    if builder.opset < COMPARING:
         return None
     zero, negative = builder.number(0), None
     sizes = [*node.input]
@@ -132,7 +132,7 @@ def _bytes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
     ONNX Runtime joins two Casts, and leaves an Abs between them, which changes nothing.
     """
-    if builder.opset < _COMPARING:
+    if builder.opset < COMPARING:
         return None
     value, to = node.input[0], graph.attribute(node, "to", 0)
     if to in _FLOATS:
@@ -158,7 +158,7 @@ def _indices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Indices from 0, without those from the end of an axis."""
     sizes, name = scope.shape(node.input[0]), graph.operand(node, 1)
     dtype = _dtype(node, 1, scope)
-    if builder.opset < _COMPARING or sizes is None or dtype is None:
+    if builder.opset < COMPARING or sizes is None or dtype is None:
         return None
     indexed: tuple[int, ...] | int = sizes[graph.number(node, "axis", 0)] if sizes else 0
     if node.op_type == "ScatterND":

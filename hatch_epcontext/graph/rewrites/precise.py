@@ -41,6 +41,9 @@ _COMPARISONS = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 _LEAST = 2.0**-20
 """The number from which float16 is exact to 6 %."""
 
+_SMALL_ANGLE = 2.0**-5
+"""The angle up to which its sine and tangent are the angle itself, to half a unit of float16."""
+
 _MOST_BITS, _LIMIT_BITS = 24, 15
 """The most bits by which smaller numbers are scaled, and those of the largest result."""
 
@@ -85,6 +88,15 @@ def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         if abs(number) < _LARGEST:
             value = builder.add(operator, value, builder.number(number))
     return [value]
+
+
+def _small_angle(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A small angle itself in place of its sine or tangent, and a small tangent in place of its angle."""
+    if builder.opset < integers.COMPARING:
+        return None
+    value = node.input[0]
+    is_small = builder.add("Less", builder.add("Abs", value), builder.number(_SMALL_ANGLE))
+    return [builder.add("Where", is_small, value, builder.add(node.op_type, value))]
 
 
 _TRANSPOSED = frozenset(
@@ -535,6 +547,7 @@ _RULES: Rules = {
     "log-floor": (_log_of_more, ("Log",), None),
     "log-sum-exp": (_sum_of_powers, ("Div", "Log"), None),
     "variance": (_covariance, ("Sub",), None),
+    "small-angle": (_small_angle, ("Atan", "Sin", "Tan"), None),
     "scaled-square": (_root, ("Sqrt", "ReduceL2"), None),
     "floor": (_floor, ("Exp", "Mish", "Pow", "Softplus"), None),
     "comparison": (_limit_operands, _COMPARISONS, _has_limited_operands),

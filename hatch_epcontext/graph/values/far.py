@@ -430,18 +430,27 @@ class UsesOfInputs:
                 uses.reach = max(uses.reach, float(np.abs(values).max()))
 
     def _deviation(self, node: onnx.NodeProto) -> Numbers | None:
-        """By what the result of ``node`` is divided at once; None if it is not."""
-        scope = self._terms.scope
-        readers = [scope.nodes[index] for index in scope.readers.get(node.output[0], ())]
-        if len(readers) != 1 or readers[0].op_type not in ("Div", "Mul"):
-            return None
-        reader = readers[0]
-        other = reader.input[1] if reader.input[0] == node.output[0] else reader.input[0]
-        value = scope.constant(other)
-        if value is None or not value.size or not np.all(value):
-            return None
-        numbers = value.astype(np.float64)
-        return numbers if reader.op_type == "Div" else np.asarray(1 / numbers)
+        """By what the result of ``node`` is divided at once, also in several steps; None if it is not."""
+        scope, name = self._terms.scope, node.output[0]
+        deviation: Numbers | None = None
+        while (reader := self._only_reader(name)) is not None:
+            if reader.op_type not in ("Div", "Mul") or reader.input[0] == reader.input[1]:
+                break
+            operand = [*reader.input].index(name)
+            value = scope.constant(reader.input[1 - operand])
+            is_scaled = operand == 0 or reader.op_type == "Mul"
+            if not is_scaled or value is None or not value.size or not np.all(value):
+                break
+            numbers = value.astype(np.float64)
+            factor = numbers if reader.op_type == "Div" else np.asarray(1 / numbers)
+            deviation = factor if deviation is None else np.asarray(deviation * factor)
+            name = reader.output[0]
+        return deviation
+
+    def _only_reader(self, name: str) -> onnx.NodeProto | None:
+        """The node that alone reads a value; None if several do, or none."""
+        readers = [*self._terms.scope.readers.get(name, ())]
+        return self._terms.scope.nodes[readers[0]] if len(readers) == 1 else None
 
 
 def _is_long(divisors: Numbers, least: int) -> bool:

@@ -177,6 +177,7 @@ CORRECTED: Mapping[str, Variants] = {
         18: """(float[2, 3, 4] x) => (float[1, 1, 4] y) <int64[2] i = {0, 1}>
         { a = Mul (x, x) m = ReduceMean (x, i) b = ReduceMean (a, i) n = Mul (m, m) y = Sub (b, n) }""",
     },
+    "small-angle": unary("Atan", 9),
     "scaled-square": reducing("a = Mul (x, x)", "ReduceMean", "c = Add (b, half) y = Sqrt (c)"),
     "unfuse-activation": {7: f"{X} <{NUMBERS}> {{ a = Add (x, two) y = Tanh (a) }}"},
     "split-integers": {

@@ -537,6 +537,10 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
         ("floor", of("y = Pow(two, x)", STORED), RNG.uniform(-300, 10, (3, 8))),
         ("scaled-square", of(NORM, STORED), TOKENS),
         ("scaled-square", of(NORMS[3], STORED), 500 + 50 * RNG.standard_normal((3, 8))),
+        *(
+            ("small-angle", of(f"y = {operator}(x)"), RNG.uniform(-1e-2, 1e-2, (3, 8)))
+            for operator in ("Atan", "Sin", "Tan")
+        ),
         ("variance", of(VARIANCES[0], STORED), 30 + RNG.standard_normal((3, 8)) / 4),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
