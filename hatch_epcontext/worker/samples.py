@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,9 @@ MANY, SOME = 80, 12
 BUDGET = 4e9
 """Multiply-adds of all samples of a model, from `FEW_SAMPLES` to `MANY` samples: about a second of CPU time,
 and the same number of samples on all machines."""
+
+_FEW_VALUES = 4
+"""The most values of an input that get several samples beside an offset."""
 
 _LIMIT, _MIN_SAMPLES = 1e12, 2
 """The same for at most `FEW_SAMPLES`: some minutes, as simulators need. Larger models get fewer, but at least
@@ -210,7 +214,12 @@ def _far(
         dict(itertools.chain(*map(dict.items, around[number::room])))
         for number in range(min(room, len(around)))
     ]
-    for number, group in enumerate((*groups, *separate)):
+    # A single difference may be right by chance.
+    alone = [group for group in separate if _is_alone(group, inputs)]
+    repeated = itertools.islice(
+        itertools.cycle(alone), max(0, MAX_FAR - len(groups) - len(separate))
+    )
+    for number, group in enumerate((*groups, *separate, *repeated)):
         rng = generator(MANY + number)
         pattern = _ASCENDING if any(far.is_larger for far in group.values()) else RANDOM
         (feeds,) = _frames(pattern, inputs, ranges, rng, states, 1)
@@ -219,6 +228,13 @@ def _far(
         values = {name: group[name] for name in by_name if name in group}
         name = f"other values of {', '.join(values)}"
         yield Sample(name, (feeds,), "far", usual=False, far=values)
+
+
+def _is_alone(group: Mapping[str, Far], inputs: Sequence[TensorFacts]) -> bool:
+    """Whether the inputs of ``group``, of which only differences count, have few values."""
+    sizes = [tensor.sizes for tensor in inputs if tensor.name in group]
+    counts = [math.prod(size for size in each if isinstance(size, int)) for each in sizes]
+    return all(far.is_offset for far in group.values()) and max(counts) <= _FEW_VALUES
 
 
 def _deciding(

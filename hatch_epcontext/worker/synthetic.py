@@ -187,7 +187,8 @@ def far_values(facts: TensorFacts, far: Far, rng: np.random.Generator) -> Array:
             numbers = np.clip(numbers, far.low, far.high)
         return np.asarray(numbers if _is_real(facts) else np.rint(numbers)).astype(dtype)
     if far.is_larger:
-        return rng.uniform(0.75 * far.high, far.high, shape).astype(dtype)
+        least = min(3 * far.low, 0.75 * far.high)
+        return rng.uniform(least, far.high, shape).astype(dtype)
     # As many small ones as large ones.
     sizes = np.exp(rng.uniform(0, np.log1p(max(-far.low, far.high)), shape)) - 1
     signs = rng.choice((-1.0, 1.0), shape) if far.low < 0 else np.ones(shape)

@@ -126,6 +126,14 @@ def test_many_columns_share_the_samples_far_from_the_ordinary() -> None:
     assert one.far.keys() == ranges.keys()
 
 
+def test_single_values_beside_an_offset_have_several_samples() -> None:
+    offsets = tuple(Far(centers=(9.0,), spreads=(s,), is_offset=True) for s in (0.5, 0.1))
+    for size, number in ((1, 8), (20, 2)):
+        tensor = TensorFacts("x", "float32", (size,))
+        found = [s for s in fed([tensor], {"x": replace(OPEN, far=offsets)}) if s.far]
+        assert len({float(sample.feeds["x"].ravel()[0]) for sample in found}) == number
+
+
 def test_what_the_graph_bounds_is_usual_and_within_its_range() -> None:
     ranges = {"x": Range(-1, 6, known=True), "i": Range(2, 4, known=True, whole=True)}
     found = fed([X, I], ranges)

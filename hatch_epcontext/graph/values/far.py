@@ -86,6 +86,9 @@ _OF_SQUARES = 1 / 50
 _SIZES = tuple(2.0**exponent for exponent in range(5, 20, 2))
 """The sizes of floats whose powers matter: from 32 to above the end of float16."""
 
+_OF_DIFFERENT = 1 / 64
+"""How small values may be beside those that they are subtracted from."""
+
 _BRIGHTEST, _WIDEST = 255.0, 4095.0
 """The largest value of a pixel; and that of coordinates and sensors, which have up to 12 bits."""
 
@@ -115,9 +118,10 @@ class Uses:
     value for which a Loop has no iteration. ``is_shifted``: whether it subtracts them, as floats, from
     neighbours, their mean or another input.
     ``size`` and ``degree``: up to which their powers matter, and the largest degree of these, see `powers`.
-    ``beside``: the largest constant that it adds to them. ``turn``: the shortest turn of angles that
-    they are. ``is_weight``: whether it multiplies stored numbers that differ, such as coordinates, by them.
-    ``exponent``: the largest integer of which, as the exponent of a stored number, the power is a float16.
+    ``is_wide``: whether such values differ in size. ``beside``: the largest constant that it adds to them.
+    ``turn``: the shortest turn of angles that they are. ``is_weight``: whether it multiplies stored numbers
+    that differ, such as coordinates, by them. ``exponent``: the largest integer of which, as the exponent of
+    a stored number, the power is a float16.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -131,6 +135,7 @@ class Uses:
     is_shifted: bool = False
     size: float = 0.0
     degree: float = 0.0
+    is_wide: bool = False
     beside: float = 0.0
     turn: float = math.inf
     is_weight: bool = False
@@ -528,7 +533,9 @@ def _offsets(facts: TensorFacts, range_: Range, known: Iterable[Range]) -> Itera
     is one, and else beside an offset that the type allows.
     """
     bounds = _common_range(facts, range_, known)
-    offset = _OF_INTEGERS if range_.whole else _OFFSET / (range_.shifted or 1.0)
+    # Beyond the end of the format an offset is wrong by itself.
+    of_floats = min(_OFFSET / (range_.shifted or 1.0), _IN_FLOATS / 2)
+    offset = _OF_INTEGERS if range_.whole else of_floats
     if bounds is None and range_.whole and dtype_bounds(facts)[1] <= offset:
         return
     low, high = bounds or (0.0, 0.0)
@@ -565,7 +572,8 @@ def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
     most = _WIDEST if math.isinf(uses.size) else uses.size
     if looks_like_image(facts):
         most = min(most, _BRIGHTEST)
-    yield from (Far(size / 4, size) for size in _SIZES if size / 2 <= most)
+    share = _OF_DIFFERENT if uses.is_wide else 1 / 4
+    yield from (Far(share * size, size) for size in _SIZES if size / 2 <= most)
 
 
 def _counted_on(ordinary: Range, uses: Uses, most: float) -> Iterator[Far]:

@@ -99,7 +99,7 @@ class Powers:
     none is negative. ``levels``: of which the mean of squares is taken, as of sound. ``degrees``: the
     largest of inputs of whose powers a quotient is taken; 0 for those of a root or a logarithm, which
     rewrites compute for small ones. ``differences``: inputs of which powers of one degree are subtracted
-    from each other.
+    from each other. ``remaining``: inputs of whose differences a logarithm or a root is taken.
     """
 
     sizes: Mapping[str, float]
@@ -107,6 +107,7 @@ class Powers:
     levels: Set[str]
     degrees: Mapping[str, float]
     differences: Set[str]
+    remaining: Set[str]
 
 
 def powers_of(
@@ -119,7 +120,14 @@ def powers_of(
     powers = _Powers(scope, names, whole)
     powers.follow(main)
     powers.grow(value.name for value in main.output)
-    return Powers(powers.sizes, powers.amounts, powers.levels, powers.degrees, powers.differences)
+    return Powers(
+        powers.sizes,
+        powers.amounts,
+        powers.levels,
+        powers.degrees,
+        powers.differences,
+        powers.remaining,
+    )
 
 
 class _Powers:
@@ -130,6 +138,7 @@ class _Powers:
         self.amounts: set[str] = set()
         self.levels: set[str] = set()
         self.differences: set[str] = set()
+        self.remaining: set[str] = set()
         self.degrees: dict[str, float] = {}
         self._inputs = frozenset(names)
         self._sums = {
@@ -328,9 +337,12 @@ class _Powers:
         """Note the inputs of ``base``, of which ``node`` makes something small; amounts have a ``size``."""
         self._rise(base)
         self._undo(base)
-        is_amount = base.rising and not (base.inputs & self._whole or self._is_share(node.input[0]))
+        # A difference that is kept from being negative is an amount too.
+        is_amount = (base.rising or base.positive) and not base.inputs & self._whole
+        is_amount &= not self._is_share(node.input[0])
         if is_amount and max(base.degrees, default=0.0) == 1:
             self._reach(base.inputs, size)
+            self.remaining |= frozenset() if base.rising else base.inputs
 
     def _is_share(self, name: str) -> bool:
         """Whether something smaller than 1 keeps a value from 0, as that of a spectrum."""
@@ -357,13 +369,20 @@ class _Powers:
     def join(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         """Values of several operands; constants are limits."""
         kept = [operand for operand in operands if operand.inputs]
+        is_larger = node.op_type == "Max" and any(operand.positive for operand in operands)
         return _Sum(
             tuple(dict.fromkeys(term for operand in kept for term in operand.terms)),
-            all(operand.positive for operand in kept),
+            is_larger or all(operand.positive for operand in kept),
             any(operand.power for operand in kept),
             any(operand.weighted for operand in kept),
             all(operand.rising for operand in kept),
         )
+
+    def clip(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        low = self._operand(graph.operand(node, 1))
+        is_kept = low is not None and low.positive
+        is_kept |= graph.attribute(node, "min", -1.0) >= 0
+        return replace(operands[0], positive=operands[0].positive or is_kept)
 
     def product(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         """That of the values along axes, as of the sides of boxes."""
@@ -397,7 +416,7 @@ _Rule = Callable[[_Powers, onnx.NodeProto, Sequence[_Sum]], "_Sum | None"]
 
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(
-        operators.MOVES | operators.EXTREMES | {"Cast", "Clip"},
+        operators.MOVES | operators.EXTREMES | {"Cast"},
         lambda powers, node, operands: operands[0],
     ),
     **dict.fromkeys(operators.MEANS | {"ReduceSum"}, _Powers.reduce),
@@ -405,6 +424,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("Concat", "Max", "Min"), _Powers.join),
     **dict.fromkeys(("MatMul", "Gemm", "Conv"), _Powers.combine),
     **dict.fromkeys(("Abs", "Relu"), _Powers.size_of),
+    "Clip": _Powers.clip,
     # Differences of running sums are small.
     "CumSum": lambda powers, node, operands: replace(operands[0], power=True),
     "Div": _Powers.divide,

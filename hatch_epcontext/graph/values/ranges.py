@@ -74,6 +74,7 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
         of_root = FULL_SCALE if is_sound else math.inf if facts.name in powers.degrees else 0.0
         uses.of[facts.name].size = powers.sizes.get(facts.name, of_root)
         uses.of[facts.name].degree = degree
+        uses.of[facts.name].is_wide = facts.name in powers.remaining
         range_ = ranges[facts.name]
         ranges[facts.name] = replace(
             range_,

@@ -318,3 +318,23 @@ def test_a_bright_picture_has_small_differences_where_its_local_variance_counts(
     assert not all_of(text, box=np.array([1, -1] * 4 + [1], np.float32).reshape(1, 1, 3, 3))[
         "x"
     ].far
+
+
+@pytest.mark.parametrize(
+    ("kept", "is_amount"),
+    [
+        ("k = Max (d, c)", True),
+        ("k = Clip (d, c)", True),
+        ("k = Relu (d) l = Add (k, c)", True),
+        ("k = Min (d, c)", False),
+        ("k = Clip (d, b)", False),
+        # It keeps a share from 0.
+        ("k = Max (d, small)", False),
+    ],
+)
+def test_what_is_kept_from_being_negative_is_an_amount(kept: str, is_amount: bool) -> None:
+    last = "l" if "l = " in kept else "k"
+    inputs = "float[8] x, float[8] z"
+    found = powers(f"d = Sub (x, z) {kept} y = Log ({last})", inputs)
+    assert found.sizes == (dict.fromkeys("xz", 2.0**17) if is_amount else {})
+    assert found.remaining == (set("xz") if is_amount else set())

@@ -700,6 +700,12 @@ def test_constants_that_reach_a_value_with_others_are_beside_it_too() -> None:
             "d = Sub (x, z) y = Div (d, k)",
             {"x": [(5000, 5), (5000, 1.25)], "z": [(5000, 5), (5000, 1.25)]},
         ),
+        # It is of ten thousands, beside the largest offset that the format has.
+        (
+            "float",
+            "d = Sub (x, z) e = Div (d, k) f = Div (e, k) g = Div (f, k) y = Div (g, k)",
+            {"x": [(32752, 32.752), (32752, 8.188)], "z": [(32752, 32.752), (32752, 8.188)]},
+        ),
         ("float", "a = Mul (x, k) y = Sub (a, z)", {}),
         ("float", "y = Add (x, z)", {}),
         # A pole, of which no value is near.
@@ -738,6 +744,30 @@ def test_values_are_near_one_place_and_not_near_the_means_of_features(
     text = "(float[6] x) => (y) { d = Sub (x, k) y = Tanh (d) }"
     far = all_of(text, k=np.array(constants, np.float32))["x"].far
     assert [max(values.spreads) for values in far] == pytest.approx(spreads, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spread"),
+    [
+        ("a = Mul (d, thousand) y = Div (a, fifty)", 0.05),
+        ("a = Div (d, fifty) b = Mul (thousand, a) y = Tanh (b)", 0.05),
+        ("a = Mul (d, thousand) b = Tanh (a) y = Div (b, fifty)", 0.001),
+    ],
+)
+def test_values_around_a_constant_vary_by_that_by_which_their_difference_is_divided(
+    nodes: str, spread: float
+) -> None:
+    text = f"(float[6] x) => (y) {{ d = Sub (x, fifty) {nodes} }}"
+    far, *_ = all_of(text, fifty=np.float32(50), thousand=np.float32(1000))["x"].far
+    assert far.centers == (50,)
+    assert far.spreads == pytest.approx((spread,))
+
+
+def test_amounts_that_are_subtracted_from_each_other_may_be_of_other_sizes() -> None:
+    text = "(float[4] x, float[4] z) => (y) { d = Sub (x, z) m = Max (d, one) y = Log (m) }"
+    larger = [far for far in all_of(text, one=np.float32(1))["x"].far if far.is_larger]
+    assert max(far.high for far in larger) == 2**17
+    assert all(far.high == 64 * far.low for far in larger)
 
 
 def test_integers_are_not_divided_by_0_and_their_products_have_32_bits() -> None:
