@@ -165,7 +165,8 @@ class Transport:
         """
         if self.stopped:
             raise TransportError(self.stopped)
-        size, size_before, since = 0, 0, time.monotonic()
+        # A busy machine may import a new backend for as long as a server may take: that does not count.
+        size, size_before, since = 0, 0, math.inf
 
         def count(_: int, value: int, **__: object) -> None:
             nonlocal size
@@ -174,8 +175,12 @@ class Transport:
                 raise DamagedError(f"{name} has more than {show_size(limit)}")
 
         def run() -> T:
+            nonlocal since
+            from fsspec import get_filesystem_class
             from fsspec.callbacks import Callback
 
+            get_filesystem_class(self._scheme)
+            since = time.monotonic()
             fs, root = self._opened
             return request(fs, f"{root}/{name}", Callback(hooks={"count": count}))
 

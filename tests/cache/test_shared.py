@@ -370,8 +370,6 @@ def test_an_unreachable_cache_is_one_warning_without_secrets(
 @contextlib.contextmanager
 def serving(serve: Callable[[socket.socket], object]) -> Iterator[str]:
     """The URL of a server whose connections ``serve`` answers one after the other."""
-    # Importing it does not count.
-    importlib.import_module("fsspec.implementations.http")
 
     def run() -> None:
         with contextlib.suppress(OSError):
@@ -414,6 +412,23 @@ def test_the_first_request_without_an_answer_in_time_is_the_last_one(
     assert "cannot be used (1 s without an answer); this build goes on without it" in warning
 
 
+def test_importing_a_backend_takes_none_of_the_time_of_an_answer(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec = importlib.import_module("fsspec")
+    imported, seconds = fsspec.get_filesystem_class, iter([2])
+
+    def slow(scheme: str) -> object:
+        time.sleep(next(seconds, 0))
+        return imported(scheme)
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", slow)
+    cache = team.open(timeout=1)
+    team.send(cache)
+    assert team.fetch(cache) == team.artifact.record
+    assert not team.warnings
+
+
 @pytest.mark.slow
 def test_a_transfer_that_progresses_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(400_000))
@@ -426,7 +441,6 @@ def test_a_transfer_that_progresses_is_waited_for(tmp_path: Path) -> None:
             connection.sendall(bytes(40_000))
 
     with serving(send) as url:
-        # The first answer waits for imports too.
         Transport(url, timeout=3).fetch_files({"fetched": file}, tmp_path)
     assert record_file(tmp_path / "fetched") == file
 
