@@ -415,14 +415,16 @@ def test_the_first_request_without_an_answer_in_time_is_the_last_one(
 def test_importing_a_backend_takes_none_of_the_time_of_an_answer(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fsspec = importlib.import_module("fsspec")
-    imported, seconds = fsspec.get_filesystem_class, iter([2])
+    registry = importlib.import_module("fsspec.registry")
+    import_class = registry._import_class
 
-    def slow(scheme: str) -> object:
-        time.sleep(next(seconds, 0))
-        return imported(scheme)
+    def slow(name: str) -> object:
+        time.sleep(2)
+        return import_class(name)
 
-    monkeypatch.setattr(fsspec, "get_filesystem_class", slow)
+    monkeypatch.setattr(registry, "_import_class", slow)
+    # As if nothing had imported it.
+    monkeypatch.delitem(registry._registry, "file", raising=False)
     cache = team.open(timeout=1)
     team.send(cache)
     assert team.fetch(cache) == team.artifact.record
