@@ -114,6 +114,22 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def is_running(process: int) -> bool:
+    """Whether the process runs; POSIX only, because on Windows the call would end it."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    if sys.platform != "linux":
+        return True
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    # Where nothing waits for orphans, they stay as zombies.
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
 def needs(package: str) -> pytest.MarkDecorator:
     """A mark for tests that run an EP; its package is a test dependency where it has wheels."""
     name = package.replace("_", "-")

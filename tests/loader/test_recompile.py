@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 from hatch_epcontext import _recompile
 from hatch_epcontext.cli.cache import info
-from tests.conftest import needs_qnn, wait_for
+from tests.conftest import is_running, needs_qnn, wait_for
 from tests.loader.shipped import (
     CPU,
     NPU,
@@ -376,14 +376,6 @@ def forget(app: Any) -> None:
     """Remove what is known of failures."""
     for record in (app.user_folder() / "compiled").glob("*.json"):
         record.unlink()
-
-
-def is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def slow(*values: str) -> Any:

@@ -22,14 +22,14 @@ from hatch_epcontext.jobs.processes.running import Fork, ForkServer
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import to_json, to_plain
 from hatch_epcontext.worker.protocol import Order
-from tests.conftest import REPOSITORY, wait_for
+from tests.conftest import REPOSITORY, is_running, wait_for
 from tests.jobs.processes.conftest import (
     problem,
     process_in,
     request_for,
     time_out_when_it_sleeps,
 )
-from tests.jobs.processes.test_process import SLEEPING, is_running, wait_until_gone
+from tests.jobs.processes.test_process import SLEEPING, wait_until_gone
 
 if sys.platform != "linux":
     # Other systems do not even have the signals that it names.

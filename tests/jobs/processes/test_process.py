@@ -21,7 +21,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.system import cores
 from hatch_epcontext.worker.protocol import ACTIVITY, LOG
 from hatch_epcontext.worker.requests import PrepareRequest
-from tests.conftest import wait_for
+from tests.conftest import is_running, wait_for
 from tests.jobs.processes.conftest import (
     KEY,
     problem,
@@ -43,21 +43,6 @@ for name, number in (("child", child.pid), ("worker", os.getpid())):
 print("sleeping", flush=True)
 """
 """Starts a child, and writes the numbers of both processes."""
-
-
-def is_running(process: int) -> bool:
-    """Whether the process runs; POSIX only, because on Windows the call would end it."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    if sys.platform != "linux":
-        return True
-    try:
-        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_until_gone(process: int) -> None:
