@@ -95,8 +95,8 @@ _BRIGHTEST, _WIDEST = 255.0, 4095.0
 _BESIDE = 200
 """A constant over the least level of floats beside it: float16 keeps 30 dB of these."""
 
-_BITS = 2.0**-10
-"""So large are powers of the least level: from a sixteenth of it on float16 has all bits."""
+_DEVIATION, _DIVISOR = 1 / 8, 2.0**-16
+"""That of one value of 64 that is not 0, and the divisor from which reciprocals are float16s."""
 
 _INDEXED = operators.GATHERS | {"ScatterElements", "ScatterND"}
 """Operators whose indices may be negative, and then count from the end."""
@@ -151,7 +151,7 @@ class Uses:
     @property
     def least(self) -> float:
         """As in `Range`."""
-        of_powers = _BITS ** (1 / self.degree) if self.degree else 0.0
+        of_powers = _DIVISOR ** (1 / self.degree) / _DEVIATION if self.degree else 0.0
         return max(self.beside / _BESIDE, of_powers)
 
     @property
