@@ -100,7 +100,9 @@ def divisors(node: onnx.NodeProto, scope: Scope) -> Iterator[tuple[str, Bound]]:
         if len(scope.readers.get(name, ())) != 1:
             continue
         yield name, Bound(0, 0.5 * unit, 1.5 * unit, "divisor")
-        if (maker := scope.maker(name)) is not None:
+        maker = scope.maker(name)
+        # A Constant in a branch has no inputs.
+        if maker is not None and maker.input:
             waiting += _of_divisor(maker, unit, scope)
 
 

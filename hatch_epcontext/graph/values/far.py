@@ -33,6 +33,11 @@ _IN_FLOATS = FLOAT16.largest
 _MAX_EXACT = 2.0**53
 """The integer up to which floats represent all integers."""
 
+_MAX_AMOUNT, _MANY = 2.0**24, 1024.0
+"""The same of float32, up to which a logarithm is of integers; and how many times what is usual in the unit
+that a factor shows.
+"""
+
 FULL_SCALE, _OF_SOUND = 32768.0, 8000.0
 """That of int16, and the level of sound with this full scale."""
 
@@ -311,13 +316,16 @@ class UsesOfInputs:
         divisors = np.zeros(0) if other is None else other
         is_long = is_whole and _is_long(divisors, _BUCKETS if is_modulo else _LONG)
         for term in self._numbers(node.input[0]):
-            is_plain = is_long and (term.scale == 1 or not is_modulo) and not term.several
+            is_plain = is_long and term.scale == 1 and not term.several
             is_hash = is_long and is_modulo and abs(term.scale) >= _LONG
             uses = self.of[term.input]
             if node.op_type == "Log" and uses.floats:
                 uses.floats = replace(uses.floats, wide=True)
-            if is_hash or is_plain or (node.op_type == "Log" and not term.several):
+            if is_hash or is_plain:
                 uses.reach = _MAX_EXACT
+            elif node.op_type == "Log" and not term.several:
+                expected = _expected(abs(term.scale))
+                uses.reach = max(uses.reach, _MAX_AMOUNT, _MANY * expected)
             elif is_modulo and is_whole and abs(term.scale) < 1 and not term.several:
                 # As the bytes of an address.
                 whole = float(np.abs(divisors).max(initial=0)) / abs(term.scale)

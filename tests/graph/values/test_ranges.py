@@ -342,6 +342,15 @@ def test_what_is_only_divided_by_is_not_near_zero() -> None:
     assert (found["mass"].low, found["x"].low) == (-8, -8)
 
 
+def test_a_divisor_in_a_branch_may_be_a_constant() -> None:
+    found = ranges(
+        """(float[4] x, bool c) => (float[4] y) { y = If (c) <
+            then_branch = t () => (float[4] u) { k = Constant <value_float = 255.0> () u = Div (x, k) },
+            else_branch = e () => (float[4] v) { v = Identity (x) }> }"""
+    )
+    assert (found["x"].low, found["x"].high) == (-8, 8)
+
+
 @pytest.mark.parametrize(
     ("nodes", "unit"),
     [
@@ -492,7 +501,7 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
         ("(int32[4] x) => (float[4] y) { c = Cast <to = 1> (x) y = Cos (c) }", [(-1000, 1000)]),
         (
             "(int32[4] x) => (float[4] y) { c = Cast <to = 1> (x) y = Log (c) }",
-            [(-1000, 1000), (1 - 2**31, 2**31 - 1)],
+            [(-1000, 1000), (-(2**25), 2**25)],
         ),
         ("(float[5, 9] t, int32[2] x) => (float[2, 9] y) { y = Gather (t, x) }", [(-5, 4)]),
         # Neighbours in a series, and all less their mean; no columns of a table, and no layer's rows.
@@ -647,6 +656,8 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
         ("d = Div (x, hour) y = Mod (d, k)", 24 * 3600),
         # Of the bytes of an address.
         ("d = Div (x, bits) y = Mod (d, bits)", 2**20),
+        # Of thousands of an amount, as a share of its span.
+        ("m = Mul (x, buckets) y = Div (m, hour)", 28.8),
         ("d = Sub (x, hour) y = Abs (d)", 3600),
         ("y = Equal (x, id)", 10**10),
         ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Tanh (d)", 8e6),
@@ -654,9 +665,9 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
         ("c = Cast <to = 1> (x) y = Mul (c, micro)", 2**53),
         ("c = Cast <to = 1> (x) y = Identity (c)", 0),
         ("c = Cast <to = 1> (x) y = Exp (c)", 0),
-        ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Log (d)", 2**53),
-        ("c = Cast <to = 1> (x) y = Log (c)", 2**53),
-        ("c = Cast <to = 1> (x) d = Add (c, one) y = Log (d)", 2**53),
+        ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Log (d)", 1024 * 8e6),
+        ("c = Cast <to = 1> (x) y = Log (c)", 2**24),
+        ("c = Cast <to = 1> (x) d = Add (c, one) y = Log (d)", 2**24),
     ],
 )
 def test_constants_show_how_large_values_are(nodes: str, reach: float) -> None:
