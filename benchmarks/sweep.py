@@ -303,6 +303,7 @@ _SILU = "a = Sigmoid({}); y = Mul({}, a)"
 def _unary() -> Iterator[Case]:
     gated = np.maximum(TABLE, TABLE / 2 * np.abs(ALL))
     yield from (Case(f"y = {each}(x)", ALL) for each in _EXACT)
+    yield Case("a = Add(x, x); y = Log(a)", ALL)
     yield from (Case(f"y = {each}(x)", ALL, step=TABLE) for each in _INTERPOLATED)
     yield from (Case(f"y = {each}(x)", NEAR_ZERO, of="near 0") for each in ("Tanh", *_ANGLES))
     small = (

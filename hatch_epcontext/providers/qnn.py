@@ -203,6 +203,7 @@ _FLOAT16 = dataclasses.replace(
         Fault("Exp", "returns arbitrary values below -88", "floor", 0, -_LIMIT, -88.03, _LIMIT),
         Fault("Exp", "returns arbitrary values above 88.7", None, 0, 88.7, _LIMIT, -_LIMIT),
         Fault("Log", "is -7.6 for 0", gives=-7.625),
+        Fault("Log", "is too small by 11.8 above 65504", None, 0, 65505.0, _LIMIT, 0.0),
         *_of_comparisons(),
         Fault("Softplus", "returns arbitrary values below -88", "floor", 0, -_LIMIT, -88.03, _LIMIT),
         Fault("Softplus", "is off by up to 0.014 between -4 and 8", None, 0, -4.0, 8.0),

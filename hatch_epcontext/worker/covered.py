@@ -94,7 +94,8 @@ def _with_ends(
             if high < highest or low > lowest:
                 least, most = max(lowest, math.ceil(low)), min(highest, math.floor(high))
                 value = replace(value, least=least, most=most, in_floats=largest)
-    is_wide = floats is not None and floats.wide and 0 < value.in_floats and value.most < 2**24
+    # Of one input the reach says how large what has a logarithm is.
+    is_wide = floats is not None and floats.wide and floats.several and bool(value.in_floats)
     is_reached = bool(value.most) and range_.reach > value.most
     return replace(value, expected=is_wide or is_reached)
 
