@@ -28,7 +28,7 @@ from hatch_epcontext.graph.rewrites.matching import (
     value_squared,
 )
 from hatch_epcontext.graph.rewrites.pools import is_padded_unevenly, pad_before
-from hatch_epcontext.graph.rewriting import Rewrite, Rules, rewrites
+from hatch_epcontext.graph.rewriting import Operators, Rewrite, Rules, onnx_operators
 from hatch_epcontext.graph.scope import Scope, Types
 
 _BROADCASTING = 8
@@ -143,12 +143,7 @@ def _is_transposed(names: Iterable[str], scope: Scope) -> bool:
     return not _TRANSPOSED.isdisjoint(scope.nodes[index].op_type for index in above)
 
 
-@rewrites(
-    *(schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain),
-    nested=False,
-    fault="int64-outputs",
-)
-def expand_int64_inputs(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+def _expand_int64_inputs(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Any node, with an Expand and a Squeeze before the int64 inputs to which a Transpose could be moved.
 
     ONNX Runtime removes an Expand to the same shape in the middle of a graph.
@@ -160,6 +155,15 @@ def expand_int64_inputs(node: onnx.NodeProto, scope: Scope, builder: Builder) ->
             expanded = builder.add("Expand", name, builder.integers([1, *shape]))
             inputs[index] = builder.squeeze(expanded, [0])
     return None if inputs == node.input else builder.add_like(node, node.op_type, inputs)
+
+
+expand_int64_inputs = Rewrite(
+    "expand_int64_inputs",
+    Operators(onnx_operators, onnx.defs.has),
+    _expand_int64_inputs,
+    nested=False,
+    fault="int64-outputs",
+)
 
 
 def _int64_outputs(main: onnx.GraphProto) -> set[str]:
