@@ -136,12 +136,14 @@ def _differs(form: _Form) -> bool:
 
 def _is_wrong_in_kernels(form: _Form) -> bool:
     """No result agrees, because the EP's kernels are less exact than its number format."""
-    candidates = form.candidates if form.search.compares else []
+    candidates = map(form.verdict, form.candidates if form.search.compares else [])
+    # What is beaten was not run to its end: its gap says nothing.
+    verdicts = [verdict for verdict in candidates if verdict.status != "beaten"]
     # One agrees, or the format is the cause.
-    if not candidates or any(v.agrees or not v.in_kernels for v in map(form.verdict, candidates)):
+    if not verdicts or any(verdict.agrees or not verdict.in_kernels for verdict in verdicts):
         return False
     # One is good enough.
-    if form.is_spent and not all(form.verdict(attempt).loses for attempt in candidates):
+    if form.is_spent and not all(verdict.loses for verdict in verdicts):
         return False
     return not any(form.verdict(attempt).agrees for attempt in form.enough("restart"))
 

@@ -534,6 +534,12 @@ def test_what_is_beaten_is_not_shipped_and_noted() -> None:
     # What was not run does not count as right.
     warns = replace(first, validated={COMPARED: Validated(sensitive(3), unusual=2)})
     assert next_recipe(search.adding(warns)) == Won(warns)
+    # Nor does it show that kernels are exact.
+    small = replace(second, validated={COMPARED: Validated(sensitive(4, gap=0), beaten=True)})
+    fused = tuple(attempt for attempt in search.adding(small).attempts if attempt.recipe.fuse)
+    following = next_recipe(replace(search, attempts=fused))
+    assert isinstance(following, Try)
+    assert not following.recipe.fuse
     note = "no nearer than another recipe: not all samples were run"
     assert any(note in line for line in notes(search, first))
 

@@ -281,8 +281,9 @@ def _largest(array: NDArray[Any]) -> float:
 
 def _relative(exact: Array, other: Array) -> float:
     """The error of ``other`` relative to ``exact``, as root mean squares."""
-    one = np.nan_to_num(np.asarray(exact, np.float64))
-    two = np.nan_to_num(np.asarray(other, np.float64))
+    one, two = (np.asarray(array, np.float64) for array in (exact, other))
+    if not (np.isfinite(one).all() and np.isfinite(two).all()):
+        one, two = np.nan_to_num(one), np.nan_to_num(two)
     with np.errstate(over="ignore", invalid="ignore"):
         error = np.sqrt(((one - two) ** 2).sum() / max((one**2).sum(), 1e-60))
     # Masks contain the largest float32.

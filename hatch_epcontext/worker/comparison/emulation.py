@@ -131,8 +131,10 @@ def conditioned(
         level
         for level in poor
         if any(
-            _level(session, _changed(level.run, change), reference, limits).margin < SENSITIVE
+            agreement.above < SENSITIVE
             for session, change in nearby
+            for frame in reference.compare_run(session, _changed(level.run, change), limits)
+            for agreement in frame
         )
     ]
     kept = Levels(level for level in levels if all(level is not other for other in dropped))
