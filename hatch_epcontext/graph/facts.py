@@ -131,7 +131,8 @@ class Range:
     floats that nothing bounds may be negative. ``gain``: the largest factor by which integers are multiplied.
     ``least``: the level below which such floats are lost in the arithmetic, relative to their usual one.
     ``shifted``: the factor by which values are multiplied of which only differences count; 0 for others.
-    ``squared``: whether differences of their squares count.
+    ``squared``: whether differences of their squares count. ``standardized``: the means and deviations by
+    which a graph standardizes floats that nothing bounds: then the range is that of what it makes of them.
     """
 
     low: float
@@ -151,6 +152,7 @@ class Range:
     shifted: float = 0.0
     squared: bool = False
     picture: bool = False
+    standardized: Far | None = None
 
     @property
     def is_firm(self) -> bool:

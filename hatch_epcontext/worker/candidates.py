@@ -10,6 +10,7 @@ from hatch_epcontext.graph.dtypes import Array, Numbers, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import DEVIATIONS
 from hatch_epcontext.graph.values.far import dtype_bounds
+from hatch_epcontext.worker.synthetic import standardized
 
 GROWTH = 20.0
 """The largest size relative to that of ordinary values, as a power of two."""
@@ -42,7 +43,7 @@ def candidate(
         shares = 1 - shares
     if rng.random() < 0.5:
         shares = np.clip(shares + 0.02 * rng.standard_normal(shape), 0, 1)
-    numbers = low + shares * (high - low)
+    numbers = standardized(low + shares * (high - low), range_)
     if range_.whole or not is_float(dtype):
         numbers = np.rint(numbers)
     return np.asarray(numbers).astype(dtype)

@@ -164,9 +164,18 @@ def _of_range(
         signal = _SIGNALS[pattern.signal](math.prod(shape), rng)
         signal = signal if range_.signed else np.abs(signal)
         loudness = _SPEECH if range_.sound and pattern.signal in _NOISES else 1.0
-        return signal.reshape(shape) * (pattern.level * loudness * range_.high / DEVIATIONS)
+        numbers = signal.reshape(shape) * (pattern.level * loudness * range_.high / DEVIATIONS)
+        return standardized(numbers, range_)
     share = np.clip(_PICTURES[pattern.picture](shape, rng), 0.0, 1.0)
     return range_.low + share * (range_.high - range_.low)
+
+
+def standardized(numbers: Numbers, range_: Range) -> Numbers:
+    """Of which a graph makes ``numbers``, if it standardizes an input with this range; else these."""
+    if (means := range_.standardized) is None:
+        return numbers
+    center, spread = (np.reshape(n, means.shape) for n in (means.centers, means.spreads))
+    return np.asarray(center + spread * numbers)
 
 
 def far_values(facts: TensorFacts, far: Far, rng: np.random.Generator) -> Array:

@@ -126,6 +126,16 @@ def test_many_columns_share_the_samples_far_from_the_ordinary() -> None:
     assert one.far.keys() == ranges.keys()
 
 
+def test_standardized_values_vary_around_their_means() -> None:
+    means = Far(centers=(1013.0, 20.0), spreads=(8.0, 9.0), shape=(2,))
+    tensor = TensorFacts("x", "float32", (50, 2))
+    ranges = {"x": replace(OPEN, standardized=means, least=1.0)}
+    first, *others = fed([tensor], ranges)
+    assert first.feeds["x"].mean(axis=0) == pytest.approx((1013, 20), rel=0.1)
+    assert first.feeds["x"].std(axis=0) == pytest.approx((8, 9), rel=0.2)
+    assert all(abs(sample.feeds["x"].mean() - 516) < 80 for sample in others)
+
+
 def test_single_values_beside_an_offset_have_several_samples() -> None:
     offsets = tuple(Far(centers=(9.0,), spreads=(s,), is_offset=True) for s in (0.5, 0.1))
     for size, number in ((1, 8), (20, 2)):

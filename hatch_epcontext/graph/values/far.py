@@ -47,6 +47,9 @@ _SCALED = 64
 _WIDE, _NARROW = 1 / 8, 1 / 1000
 """The deviations around a constant, relative to it."""
 
+_LEAST_DEVIATION = 1 / 200
+"""The deviation relative to the mean that float16 represents at 26 dB."""
+
 _MAX_CENTERS = 4096
 """The most numbers of a constant that is a center."""
 
@@ -513,14 +516,33 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         compared = () if ordinary.known else [c for c in uses.centers if c.compared]
         beyond = _around(facts, ordinary, replace(uses, centers=[*compared]))
         return replace(ordinary, far=(*larger, *beyond))
+    ordinary, uses = _around_means(facts, ordinary, uses)
     sound = uses.is_signal and looks_like_sound(facts)
     far = [*_larger(facts, uses), *_counted_on(ordinary, uses, _IN_FLOATS)]
     far += [*_around(facts, ordinary, uses)]
     if sound and not any(values.is_larger for values in far):
         far.append(Far(centers=(0.0,), spreads=(_OF_SOUND,)))
-    elif not (far or ordinary.shifted) and uses.scale < 1 / _SCALED:
+    elif not (far or ordinary.shifted or ordinary.standardized) and uses.scale < 1 / _SCALED:
         far.append(Far(centers=(0.0,), spreads=(_expected(uses.scale) / DEVIATIONS,)))
     return replace(ordinary, far=tuple(far), sound=sound)
+
+
+def _around_means(facts: TensorFacts, ordinary: Range, uses: Uses) -> tuple[Range, Uses]:
+    """``ordinary`` with the means, far from 0, and deviations by which a graph standardizes an input, and the
+    other uses. Smaller deviations may be a conversion, such as that of kelvin.
+    """
+    for center in uses.centers:
+        standardized = _standardized(facts, center)
+        if standardized is None:
+            continue
+        means, deviations = np.abs(standardized.centers), np.array(standardized.spreads)
+        is_far = ordinary.high < means.max() <= _IN_FLOATS
+        if is_far and (deviations >= _LEAST_DEVIATION * means).all():
+            others = [other for other in uses.centers if other is not center]
+            # Nearer values to a mean than usual are no quiet ones.
+            ordinary = replace(ordinary, standardized=standardized, least=1.0)
+            return ordinary, replace(uses, centers=others)
+    return ordinary, uses
 
 
 def with_offsets(ranges: Mapping[str, Range], inputs: Iterable[TensorFacts]) -> dict[str, Range]:
@@ -651,12 +673,8 @@ def _around(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[Far]:
         if not is_far or not _fits(facts, center.values.shape):
             yield from _within(facts, center.values) if is_far else ()
             continue
-        deviation = center.deviation
-        if deviation is not None and _fits(
-            facts, np.broadcast_shapes(center.values.shape, deviation.shape)
-        ):
-            centers, spreads = np.broadcast_arrays(center.values, deviation)
-            yield _near(centers, spreads)
+        if (standardized := _standardized(facts, center)) is not None:
+            yield standardized
             continue
         least = np.maximum(sizes, 1e-3 * farthest)
         wide = _WIDE * least
@@ -666,6 +684,17 @@ def _around(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[Far]:
         yield _near(center.values, wide)
         if np.unique(center.values).size <= _MAX_COORDINATES:
             yield _near(center.values, narrow, unit)
+
+
+def _standardized(facts: TensorFacts, center: Center) -> Far | None:
+    """The means and deviations by which a graph standardizes an input."""
+    deviation = center.deviation
+    if deviation is None or not _fits(
+        facts, np.broadcast_shapes(center.values.shape, deviation.shape)
+    ):
+        return None
+    centers, spreads = np.broadcast_arrays(center.values, deviation)
+    return _near(centers, spreads)
 
 
 def _among(center: Center) -> Iterator[Far]:

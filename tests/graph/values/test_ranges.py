@@ -594,7 +594,7 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
         (
             """(float[3] x) => (float[3] y) <float[3] m = {1013, 20, 50}, float[3] s = {8, 9, 15}>
             { c = Sub (x, m) y = Div (c, s) }""",
-            [(1013, 8)],
+            [],
         ),
         (
             "(float[1, 400] x) => (float[] y) <int64[1] a = {1}> { u = Unsqueeze (x, a) y = Conv (u, w) }",
@@ -772,6 +772,19 @@ def test_values_around_a_constant_vary_by_that_by_which_their_difference_is_divi
     far, *_ = all_of(text, fifty=np.float32(50), thousand=np.float32(1000))["x"].far
     assert far.centers == (50,)
     assert far.spreads == pytest.approx((spread,))
+
+
+def test_standardized_values_are_around_their_means_if_the_format_has_their_deviations() -> None:
+    text = """(float[3] x) => (float[3] y)
+        <float[3] m = {1013, 20, 50}, float[3] s = {8, 9, 15}, float[3] small = {2, 9, 15}>"""
+    range_ = all_of(f"{text} {{ d = Sub (x, m) y = Div (d, s) }}")["x"]
+    assert (range_.low, range_.high, range_.least, range_.far) == (-8, 8, 1, ())
+    assert range_.standardized is not None
+    assert range_.standardized.centers == (1013, 20, 50)
+    assert range_.standardized.spreads == (8, 9, 15)
+    range_ = all_of(f"{text} {{ d = Sub (x, m) y = Div (d, small) }}")["x"]
+    assert range_.standardized is None
+    assert [(max(far.centers), min(far.spreads)) for far in range_.far] == [(1013, 2)]
 
 
 def test_amounts_that_are_subtracted_from_each_other_may_be_of_other_sizes() -> None:
