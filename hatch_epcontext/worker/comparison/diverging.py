@@ -150,7 +150,8 @@ class Divergence:
 
     def hurt(self, levels: Levels) -> Iterator[str]:
         """Nodes whose values are clamped, or that use a number that the format cannot represent."""
-        for run in (levels[0].run, levels.worst.run):
+        first, worst = levels[0].run, levels.worst.run
+        for run in (first,) if worst is first else (first, worst):
             is_right = levels.of(run).snr > 2 * WORTH_RUNNING
             is_hurt = self._lost or (not is_right and self._exceeds(run))
             inner = self._inner(run) if is_hurt else None
@@ -178,6 +179,18 @@ class Divergence:
 
         None if they are too many, or if the model cannot run with all of them as outputs.
         """
+        # Those of the last run only: they may take gigabytes.
+        if run.name not in self._last:
+            self._last.clear()
+            self._last[run.name] = self._inner_anew(run)
+        return self._last[run.name]
+
+    @cached_property
+    def _last(self) -> dict[str, _Inner | None]:
+        """What `_inner` gave last, by the name of the sample."""
+        return {}
+
+    def _inner_anew(self, run: ReferenceRun) -> _Inner | None:
         if self._exact is None or self._inexact is None:
             return None
         outputs = frozenset((*run.outputs[0], *self.reference.facts.selections.reads))
@@ -276,7 +289,7 @@ def _number(value: float) -> str:
 
 def _largest(array: NDArray[Any]) -> float:
     """The largest magnitude in ``array``; 0 without values."""
-    return float(np.abs(array).max()) if array.size else 0.0
+    return max(float(array.max()), -float(array.min())) if array.size else 0.0
 
 
 def _relative(exact: Array, other: Array) -> float:
