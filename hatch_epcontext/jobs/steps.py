@@ -99,7 +99,9 @@ class Steps:
         """
         start = time.monotonic()
         optimizes = job.target.provider.product == "optimized"
-        purpose = self._purpose(job, recipe, "optimize" if optimizes else "run")
+        # What a rewrite makes wrong is an error, which would be repeated in another process.
+        task = "optimize" if optimizes else "run"
+        purpose = self._purpose(job, task) if recipe.is_plain else None
         with self.build.workers.process(purpose) as worker:
             prepared = self._prepare_and_change_all(job, recipe, worker)
             if isinstance(prepared, Attempt):
@@ -189,7 +191,7 @@ class Steps:
             is_brief=bool(record.recipe.last_corrections or record.recipe.left),
         )
         run = target.provider.seconds_of_run(record.preparations[index].cost)
-        purpose = self._purpose(job, record.recipe, "run")
+        purpose = self._purpose(job, "run")
 
         def call(request: ValidateRequest) -> Validated:
             workers = self.build.workers
@@ -338,11 +340,11 @@ class Steps:
             after = replace(after, dropped=(*before.dropped, *after.dropped))
         return after
 
-    def _purpose(self, job: Job, recipe: Recipe, task: str) -> Hashable:
+    def _purpose(self, job: Job, task: str) -> Hashable:
         """What small jobs of one target use the same processes for; None if this one has its own."""
         is_small = all(self.build.sources[model.name].size <= _SMALL for model in job.models)
         is_apart = job.target.provider.exclusive_device or job.group is not None
-        return (task, job.target.name) if is_small and recipe.is_plain and not is_apart else None
+        return (task, job.target.name) if is_small and not is_apart else None
 
 
 def validate_moved(
