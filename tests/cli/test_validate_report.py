@@ -20,6 +20,8 @@ from tests.conftest import needs_qnn
 from tests.models import save
 from tests.projects import make_project
 
+pytestmark = needs_qnn
+
 TOML = """
 models = [{ path = "models/a.onnx", dims = { batch = 1 }, validate.inputs = "samples" }]
 [tool.epcontext.targets.npu]
@@ -64,7 +66,6 @@ def entries(report: Path) -> dict[str, Any]:
     return {entry["target"]: entry for entry in content["entries"]}
 
 
-@needs_qnn
 def test_a_report_names_machine_files_and_verdicts(
     cli: Cli, wheel: Path, sdist: Path, project: Path, tmp_path: Path
 ) -> None:
@@ -95,7 +96,6 @@ def test_a_report_names_machine_files_and_verdicts(
     assert " ms\n" in result.stdout
 
 
-@needs_qnn
 def test_the_next_build_takes_the_report_without_compiling(
     cli: Cli,
     wheel: Path,
@@ -155,7 +155,6 @@ def test_the_next_build_takes_the_report_without_compiling(
     assert made.count("reports/board.json does not count: it is about another source") == 2
 
 
-@needs_qnn
 def test_a_simulator_counts_only_as_any_device(cli: Cli, wheel: Path, tmp_path: Path) -> None:
     report = tmp_path / "r.json"
     result = cli("validate", "--package", wheel, "--report", report)
@@ -165,7 +164,6 @@ def test_a_simulator_counts_only_as_any_device(cli: Cli, wheel: Path, tmp_path: 
     assert "--device any" in made["npu"]["reason"]
 
 
-@needs_qnn
 def test_an_installed_wheel_is_found_by_its_import_package(
     cli: Cli, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +179,6 @@ def test_an_installed_wheel_is_found_by_its_import_package(
     assert cli("validate", wheel).stdout == printed
 
 
-@needs_qnn
 def test_a_target_that_differs_is_a_result(cli: Cli, project: Path, tmp_path: Path) -> None:
     # The app's samples are beyond what float16 can represent.
     large = tmp_path / "large"

@@ -14,6 +14,7 @@ from hatch_epcontext.files import FileRecord
 from hatch_epcontext.jobs.requirements import oldest_releases
 from hatch_epcontext.package import wheel
 from hatch_epcontext.tools.inspecting import inspect, verify
+from tests.conftest import needs_qnn
 from tests.package.conftest import OUTPUT
 from tests.results import TOML, compiled, configured
 
@@ -361,6 +362,7 @@ def test_bounds_that_allow_what_opens_nothing_are_lines_with_what_to_write(
     assert all(f"Write: {text}" in line for line, text in zip(lines, written, strict=True))
 
 
+@needs_qnn
 def test_a_bound_is_for_the_targets_that_it_misses(project: Path) -> None:
     toml = 'models = ["models/a.onnx"]\n[targets]\nnpu = { provider = "qnn", chip = "qcs9100" }\n'
     targets = configured(project, f'{toml}rtx = {{ provider = "tensorrt-rtx" }}').targets
@@ -372,6 +374,7 @@ def test_a_bound_is_for_the_targets_that_it_misses(project: Path) -> None:
     assert line.endswith(f"Write: onnxruntime>={bounds[high]}")
 
 
+@needs_qnn
 @pytest.mark.parametrize(
     ("version", "dependency", "bound"),
     [
