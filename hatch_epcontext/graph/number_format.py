@@ -14,7 +14,7 @@ RewriteName = Literal[
     "square",
     "mean",
     "clip-inputs",
-    "int64-outputs",
+    "transposed-outputs",
     "pool-padding",
     "variance",
     "small-angle",
@@ -48,7 +48,15 @@ WHOLE: tuple[RewriteName, ...] = (
 """Those of `rewrites.integers`."""
 
 ALWAYS: tuple[RewriteName, ...] = (
-    *("square", "mean", "clip-inputs", "int64-outputs", "pool-padding", "variance", "small-angle"),
+    *(
+        "square",
+        "mean",
+        "clip-inputs",
+        "transposed-outputs",
+        "pool-padding",
+        "variance",
+        "small-angle",
+    ),
     # Before remainders are rewritten, from which no range can be read.
     "split-integers",
     "factors",

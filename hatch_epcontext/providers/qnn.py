@@ -357,11 +357,11 @@ class Qnn(Provider):
     }
     static_shapes = True
     # Seen with onnxruntime-qnn 2.7.0: a Transpose that gives a context an int64 output writes 32 bits, and
-    # each run ends with "ORT Tensor data size does not match QNN tensor data size".
+    # each run ends with "ORT Tensor data size does not match QNN tensor data size"; it refuses one of uint8.
     # Of nodes with names x * HardSigmoid(x), in this order, is x² behind a Conv, Gemm or MatMul; integers are
     # computed wrong in any format. Sums of pools read other memory where only some borders have a padding,
     # or crash.
-    rewrites: tuple[RewriteName, ...] = ("int64-outputs", "pool-padding", *WHOLE)
+    rewrites: tuple[RewriteName, ...] = ("transposed-outputs", "pool-padding", *WHOLE)
     example = 'chip = "snapdragon-x-elite"'
     # The NPU computes in float16, and a Sigmoid in units of 0.004. On real models right outputs have 25 dB
     # and more, wrong ones less than 20.

@@ -113,26 +113,57 @@ _MOVED_PAST = tuple(
     ReduceSum Relu Reshape Sign Slice Split Squeeze Sub Tile Transpose Unsqueeze Where
     """.split()  # noqa: SIM905
 )
-"""Operators of int64 behind which ONNX Runtime moves a Transpose."""
+"""Operators of integers behind which ONNX Runtime moves a Transpose."""
 
 _NOT_MOVED_PAST = operators.GATHERS | {
     *("CumSum", "Expand", "Gemm", "MatMul", "ScatterElements", "ScatterND", "TopK", "Trilu")
 }
 
 
-def _int64_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """An Expand to its own shape behind a node with an int64 output of the graph, as far as a Transpose
-    could be moved there.
+def _transposed_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A node behind which no Transpose can be moved, after one with an int64 or uint8 output of the graph:
+    an Expand to its own shape, or for uint8 a Cast of a single dimension.
     """
-    ends = _int64_outputs(scope.body).intersection(node.output)
+    ends = _outputs_to_keep(scope.body).intersection(node.output)
     if not _is_transposed(ends, scope):
         return None
+    if scope.dtype(node.output[0]) == np.uint8:
+        return _bytes_in_one_dimension(node, scope, builder)
     values = builder.add_like(node, node.op_type, node.input)
     for index, name in enumerate(node.output):
         shape = scope.shape(name)
-        if name in ends and shape:
+        if name in ends and shape and scope.dtype(name) == np.int64:
             values[index] = builder.add("Expand", values[index], builder.integers(shape))
     return values
+
+
+def _bytes_in_one_dimension(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """Bytes that are made in a single dimension, which no Transpose changes, and then get their shape."""
+    (output,) = node.output[:1]
+    shape = scope.shape(output)
+    above = scope.needed_nodes([output], lambda name: scope.dtype(name) == np.uint8)
+    makers = {graph.operator(scope.nodes[index]) for index in above}
+    is_quantized = not operators.QUANTIZES.isdisjoint(makers) or any(
+        map(operators.is_of_integers, makers)
+    )
+    # EPs take a Transpose of what is quantized.
+    if not shape or len(node.output) > 1 or is_quantized:
+        return None
+    name, moves = output, list[onnx.NodeProto]()
+    while (maker := scope.maker(name)) is not None and maker.op_type in operators.LAYOUT:
+        moves.append(maker)
+        name = maker.input[0]
+    if maker is not None and maker.op_type == "Cast":
+        value = maker.input[0]
+    else:
+        made = name if moves else builder.add_like(node, node.op_type, node.input)[0]
+        value = builder.add("Cast", made, to=onnx.TensorProto.INT32)
+    for move in reversed(moves):
+        (value,) = builder.add_like(move, move.op_type, [value, *move.input[1:]])
+        # Others may still read what it makes of bytes.
+        builder.nodes[-1].name = builder.fresh(move.name or move.op_type)
+    flat = builder.add("Cast", builder.reshape(value, [-1]), to=onnx.TensorProto.UINT8)
+    return [builder.reshape(flat, shape)]
 
 
 def _is_transposed(names: Iterable[str], scope: Scope) -> bool:
@@ -162,13 +193,17 @@ expand_int64_inputs = Rewrite(
     Operators(onnx_operators, onnx.defs.has),
     _expand_int64_inputs,
     nested=False,
-    fault="int64-outputs",
+    fault="transposed-outputs",
 )
 
 
-def _int64_outputs(main: onnx.GraphProto) -> set[str]:
-    int64 = onnx.TensorProto.INT64
-    return {value.name for value in main.output if value.type.tensor_type.elem_type == int64}
+_NOT_TRANSPOSED = (onnx.TensorProto.INT64, onnx.TensorProto.UINT8)
+"""Types of outputs that an EP writes wrong from a Transpose, or whose Transpose it refuses."""
+
+
+def _outputs_to_keep(main: onnx.GraphProto) -> set[str]:
+    typed = ((value.name, value.type.tensor_type.elem_type) for value in main.output)
+    return {name for name, type_ in typed if type_ in _NOT_TRANSPOSED}
 
 
 _FUSING = FUSING | {"Add", "Sub"}
@@ -545,7 +580,7 @@ _RULES: Rules = {
     "square": (_power, ("Pow",), None),
     "mean": (_mean, ("Mul", "Div"), None),
     "clip-inputs": (_clip, ("Clip",), None),
-    "int64-outputs": (_int64_output, _MOVED_PAST, None),
+    "transposed-outputs": (_transposed_output, _MOVED_PAST, None),
     "pool-padding": (pad_before, ("AveragePool", "LpPool"), is_padded_unevenly),
     "log-power": (_log_power, ("Log",), None),
     "log-floor": (_log_of_more, ("Log",), None),
@@ -595,12 +630,12 @@ def applicable(
     nodes: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.nodes(model.graph):
         nodes.setdefault(graph.operator(node), []).append(node)
-    ends = _int64_outputs(model.graph)
+    ends = _outputs_to_keep(model.graph)
 
     def may_apply(name: RewriteName, rewrite: Rewrite) -> bool:
         if not _BESIDE.get(name, frozenset()) <= nodes.keys():
             return False
-        if name == "int64-outputs" and not ends:
+        if name == "transposed-outputs" and not ends:
             return False
         of_rewrite = (node for operator in rewrite.operators for node in nodes.get(operator, ()))
         applies = rewrite.applies

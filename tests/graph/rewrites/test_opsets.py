@@ -155,7 +155,7 @@ CORRECTED: Mapping[str, Variants] = {
     "square": {7: f"{X} <{NUMBERS}> {{ y = Pow (x, two) }}"},
     "mean": reducing("a = Neg (x)", "ReduceSum", "y = Div (b, six)"),
     "clip-inputs": {7: f"{X} {{ y = Clip <min = -1.0, max = 0.5> (x) }}", 11: ""},
-    "int64-outputs": {
+    "transposed-outputs": {
         7: "",
         8: """(float[2, 3, 4] x) => (int64[3, 2, 1] y)
         { t = Transpose <perm = [1, 0, 2]> (x) y = ArgMax <axis = 2> (t) }""",

@@ -393,7 +393,7 @@ STAYING = {
         "total = ReduceMax(x) y = Div(total, count)",
     ],
     "clip-inputs": ["y = Clip(x, one)"],
-    "int64-outputs": ["i = Transpose(x) y = Relu(i)"],
+    "transposed-outputs": ["i = Transpose(x) y = Relu(i)"],
     "unfuse-activation": [
         "y = Sigmoid(x)",
         "a = MatMul(x, w) r = Relu(a) y = Sigmoid(r)",
@@ -495,14 +495,54 @@ def test_a_transposed_int64_output_can_be_run_on_an_npu(text: str) -> None:
     with pytest.raises(ort_errors.EPFail, match="does not match QNN tensor data size"):
         on_the_npu(model, {"x": x})
     (expected,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
-    assert applicable(model) == correct(model, ["int64-outputs"]) == ("int64-outputs",)
+    assert applicable(model) == correct(model, ["transposed-outputs"]) == ("transposed-outputs",)
     np.testing.assert_array_equal(on_the_npu(model, {"x": x}), expected)
+
+
+BYTES = [
+    PICTURES.replace("int64[{}] y", "uint8[{}] y").format(shape, body)
+    for shape, body in (
+        ("1, 1, 4, 6", "c = Conv(x, w) a = ArgMax<axis = 1>(c) y = Cast<to = 2>(a)"),
+        ("1, 5, 4, 6", "c = Conv(x, w) a = Abs(c) y = Cast<to = 2>(a)"),
+        ("5, 4, 6", "c = Conv(x, w) a = Abs(c) b = Cast<to = 2>(a) y = Squeeze(b, first)"),
+        ("1, 5, 4, 6", "c = Conv(x, w) a = Greater(c, x0) y = Cast<to = 2>(a)"),
+        ("6, 4, 3, 1", "a = Abs(x) b = Cast<to = 2>(a) y = Transpose(b)"),
+    )
+]
+
+
+@needs_qnn
+@pytest.mark.parametrize("text", BYTES)
+def test_a_transposed_uint8_output_can_be_computed_on_an_npu(text: str) -> None:
+    stored = (
+        f"w = {{{', '.join(map(str, range(15)))}}}, int64[1] first = {{0}}, float x0 = {{0}}, int64"
+    )
+    model = parsed(text.replace("w, int64", stored), 17)
+    x = np.random.default_rng(1).integers(-2, 3, (1, 3, 4, 6)).astype(np.float32)
+    with pytest.raises(ort_errors.Fail, match="fallback"):
+        on_the_npu(model, {"x": x})
+    (expected,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    assert correct(model, ["transposed-outputs"]) == ("transposed-outputs",)
+    np.testing.assert_array_equal(on_the_npu(model, {"x": x}), expected)
+
+
+@pytest.mark.parametrize(
+    "end", ["y = QuantizeLinear(c, scale, zero)",
+            "q = QuantizeLinear(c, scale, zero) y = Transpose(q)"]
+)  # fmt: skip
+def test_a_quantized_output_that_a_transpose_reaches_stays(end: str) -> None:
+    model = parsed(
+        f"""(float[1, 3, 4, 6] x) => (uint8[a, b, c, d] y)
+        <float scale = {{0.5}}, uint8 zero = {{3}}> {{ c = Transpose(x) {end} }}""",
+        17,
+    )
+    assert untouched(model, "transposed-outputs")
 
 
 def test_an_int64_output_that_no_transpose_reaches_stays() -> None:
     for body in ("y = ArgMax<axis = 1>(x)", "t = Transpose(x) v, y = TopK(t, k)"):
         model = parsed(f"(float[4, 4] x) => (int64[a, b] y) <int64[1] k = {{2}}> {{ {body} }}", 17)
-        assert untouched(model, "int64-outputs")
+        assert untouched(model, "transposed-outputs")
 
 
 def on_the_npu(model: onnx.ModelProto, feeds: Mapping[str, Floats]) -> Floats:
