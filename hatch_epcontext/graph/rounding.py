@@ -197,7 +197,7 @@ class _EmulatedGraph:
 
     def _is_inside(self, node: onnx.NodeProto, name: str) -> bool:
         """Whether a value is never rounded to the format, because it is quantized or added to at once."""
-        readers = [self._scope.nodes[index] for index in self._scope.readers.get(name, ())]
+        readers = self._scope.nodes_reading(name)
         if not readers or name in self._outputs:
             return False
         if all(graph.operator(reader) in operators.QUANTIZES for reader in readers):

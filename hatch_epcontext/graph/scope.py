@@ -106,6 +106,10 @@ class Scope:
                 readers[name].add(index)
         return readers
 
+    def nodes_reading(self, name: str) -> list[onnx.NodeProto]:
+        """The nodes of this graph that read a value, also in the graphs inside them."""
+        return [self.nodes[index] for index in self.readers.get(name, ())]
+
     def maker(self, name: str) -> onnx.NodeProto | None:
         """The node that computes a value, in this graph or around it; None for inputs and stored tensors."""
         if (index := self.makers.get(name)) is not None:

@@ -200,9 +200,9 @@ def _is_between(node: onnx.NodeProto, scope: Scope) -> bool:
         maker = scope.maker(node.input[0])
         return maker is not None or scope.stored.get(node.input[0]) is not None
     return any(
-        scope.nodes[index].op_type in ("DequantizeLinear", *operators.LAYOUT, "MaxPool")
-        or "QLinear" in scope.nodes[index].op_type
-        for index in scope.readers.get(node.output[0], ())
+        reader.op_type in ("DequantizeLinear", *operators.LAYOUT, "MaxPool")
+        or "QLinear" in reader.op_type
+        for reader in scope.nodes_reading(node.output[0])
     )
 
 

@@ -144,7 +144,7 @@ def scales(cast: onnx.NodeProto, scope: Scope) -> list[Numbers]:
         name = waiting.pop()
         if any(output.name == name for output in scope.body.output):
             return []
-        for node in (scope.nodes[index] for index in scope.readers.get(name, ())):
+        for node in scope.nodes_reading(name):
             if logarithm(node, scope):
                 # It is right for all of them.
                 factors.append(np.array(1 / _END))
@@ -160,7 +160,7 @@ def scales(cast: onnx.NodeProto, scope: Scope) -> list[Numbers]:
 
 
 def _goes_on(name: str, scope: Scope) -> bool:
-    readers = [scope.nodes[index] for index in scope.readers.get(name, ())]
+    readers = scope.nodes_reading(name)
     is_output = any(output.name == name for output in scope.body.output)
     return (
         bool(readers) and not is_output and all(_continues(node, name, scope) for node in readers)

@@ -307,7 +307,7 @@ def _readers_behind(
     seen = {*waiting}
     while waiting:
         name = waiting.pop()
-        for node in (scope.nodes[index] for index in scope.readers.get(name, ())):
+        for node in scope.nodes_reading(name):
             yield name, node
             if node.op_type in through and node.output[0] not in seen:
                 seen.add(node.output[0])

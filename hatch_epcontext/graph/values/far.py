@@ -378,8 +378,7 @@ class UsesOfInputs:
 
     def _is_kept(self, name: str) -> bool:
         """Whether all that reads a value needs it away from 0, so that a constant in it is a pole."""
-        scope = self._terms.scope
-        readers = [scope.nodes[index] for index in scope.readers.get(name, ())]
+        readers = self.scope.nodes_reading(name)
         return bool(readers) and all(
             node.op_type in ("Log", "Reciprocal", "Sqrt")
             or (node.op_type == "Div" and name not in node.input[:1])
@@ -447,9 +446,10 @@ class UsesOfInputs:
 
     def _deviation(self, node: onnx.NodeProto) -> Numbers | None:
         """By what the result of ``node`` is divided at once, also in several steps; None if it is not."""
-        scope, name = self._terms.scope, node.output[0]
+        scope, name = self.scope, node.output[0]
         deviation: Numbers | None = None
-        while (reader := self._only_reader(name)) is not None:
+        while len(readers := scope.nodes_reading(name)) == 1:
+            (reader,) = readers
             if reader.op_type not in ("Div", "Mul") or reader.input[0] == reader.input[1]:
                 break
             operand = [*reader.input].index(name)
@@ -462,11 +462,6 @@ class UsesOfInputs:
             deviation = factor if deviation is None else np.asarray(deviation * factor)
             name = reader.output[0]
         return deviation
-
-    def _only_reader(self, name: str) -> onnx.NodeProto | None:
-        """The node that alone reads a value; None if several do, or none."""
-        readers = [*self._terms.scope.readers.get(name, ())]
-        return self._terms.scope.nodes[readers[0]] if len(readers) == 1 else None
 
 
 def _is_long(divisors: Numbers, least: int) -> bool:

@@ -88,9 +88,7 @@ class _Inner:
 
     def _lasts(self, node: onnx.NodeProto, scope: Scope, number: int) -> bool:
         """Whether an error still exists ``number`` nodes behind ``node``, or at the end of the model."""
-        readers = [
-            scope.nodes[index] for name in node.output for index in scope.readers.get(name, ())
-        ]
+        readers = [reader for name in node.output for reader in scope.nodes_reading(name)]
         if not number or not readers:
             return True
         behind = (reader for reader in readers if self.behind(reader) > _MATTERS)
