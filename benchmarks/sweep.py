@@ -331,27 +331,8 @@ def _unary() -> Iterator[Case]:
 
 def _powers() -> Iterator[Case]:
     exponents = (
-        0,
-        0.25,
-        0.3333,
-        0.45,
-        0.5,
-        1,
-        1.5,
-        2,
-        2.2,
-        3,
-        4,
-        5,
-        6,
-        8,
-        12,
-        -0.25,
-        -0.5,
-        -1,
-        -2,
-        -3,
-    )
+        0, 0.25, 0.3333, 0.45, 0.5, 1, 1.5, 2, 2.2, 3, 4, 5, 6, 8, 12, -0.25, -0.5, -1, -2, -3,
+    )  # fmt: skip
     yield from (Case(f"y = Pow(x, {each})", ALL) for each in exponents)
     yield from (Case(f"y = Pow({each}, x)", ALL) for each in (0.5, 0.993, 2, 10))
     yield Case("a = Neg(x); y = Pow(a, 2)", ALL)

@@ -48,15 +48,8 @@ WHOLE: tuple[RewriteName, ...] = (
 """Those of `rewrites.integers`."""
 
 ALWAYS: tuple[RewriteName, ...] = (
-    *(
-        "square",
-        "mean",
-        "clip-inputs",
-        "transposed-outputs",
-        "pool-padding",
-        "variance",
-        "small-angle",
-    ),
+    *("square", "mean", "clip-inputs", "transposed-outputs", "pool-padding"),
+    *("variance", "small-angle"),
     # Before remainders are rewritten, from which no range can be read.
     "split-integers",
     "factors",

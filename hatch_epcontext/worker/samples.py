@@ -215,10 +215,9 @@ def _far(
         for number in range(min(room, len(around)))
     ]
     # A single difference may be right by chance.
-    alone = [group for group in separate if _is_alone(group, inputs)]
-    repeated = itertools.islice(
-        itertools.cycle(alone), max(0, MAX_FAR - len(groups) - len(separate))
-    )
+    few = [group for group in separate if _has_few_differences(group, inputs)]
+    left = max(0, MAX_FAR - len(groups) - len(separate))
+    repeated = itertools.islice(itertools.cycle(few), left)
     for number, group in enumerate((*groups, *separate, *repeated)):
         rng = generator(MANY + number)
         pattern = _ASCENDING if any(far.is_larger for far in group.values()) else RANDOM
@@ -230,11 +229,13 @@ def _far(
         yield Sample(name, (feeds,), "far", usual=False, far=values)
 
 
-def _is_alone(group: Mapping[str, Far], inputs: Sequence[TensorFacts]) -> bool:
-    """Whether the inputs of ``group``, of which only differences count, have few values."""
-    sizes = [tensor.sizes for tensor in inputs if tensor.name in group]
-    counts = [math.prod(size for size in each if isinstance(size, int)) for each in sizes]
-    return all(far.is_offset for far in group.values()) and max(counts) <= _FEW_VALUES
+def _has_few_differences(group: Mapping[str, Far], inputs: Sequence[TensorFacts]) -> bool:
+    """Whether only differences of the inputs in ``group`` count, and these have few values."""
+    if not all(far.is_offset for far in group.values()):
+        return False
+    shapes = (tensor.sizes for tensor in inputs if tensor.name in group)
+    counts = (math.prod(size for size in shape if isinstance(size, int)) for shape in shapes)
+    return max(counts) <= _FEW_VALUES
 
 
 def _deciding(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -30,6 +30,7 @@ from hatch_epcontext.graph.rewrites.matching import (
 from hatch_epcontext.graph.rewrites.pools import is_padded_unevenly, pad_before
 from hatch_epcontext.graph.rewriting import Operators, Rewrite, Rules, onnx_operators
 from hatch_epcontext.graph.scope import Scope, Types
+from hatch_epcontext.graph.values.linear import ends
 
 _BROADCASTING = 8
 """The opset from which Max and Min accept a number beside a tensor."""
@@ -483,20 +484,11 @@ def _floor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 def _limited(name: str, operator: str, limit: float, scope: Scope, builder: Builder) -> str | None:
     """The larger or the smaller, by ``operator``, of a value and ``limit``; None if it is that already."""
-    if any(
-        number == builder.dtype.type(limit) for number in _numbers_beside(name, operator, scope)
-    ):
+    maker, limits = scope.maker(name), (float(builder.dtype.type(limit)),)
+    operands = maker.input if maker is not None and maker.op_type == operator else ()
+    if any(ends(operand, scope) == limits for operand in operands):
         return None
     return builder.add(operator, name, builder.number(limit))
-
-
-def _numbers_beside(name: str, operator: str, scope: Scope) -> Iterator[float]:
-    """The stored numbers among the operands of ``operator``, if that makes ``name``."""
-    maker = scope.maker(name)
-    for operand in maker.input if maker is not None and maker.op_type == operator else ():
-        value = scope.constant(operand)
-        if value is not None and value.size == 1:
-            yield value.item()
 
 
 def _power_of_number(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
