@@ -103,11 +103,12 @@ def _with_ends(
 def describe_values(run: ReferenceRun, agreed: Iterable[ReferenceRun]) -> str:
     """The values of ``run`` for a warning; those far from the ordinary only if no run ``agreed`` has them."""
     if not run.far:
-        floats = [name for name, array in run.feeds.items() if array.dtype.kind not in "OSUbiu"]
-        parts = [
-            f"{name!r} {_from_to(ends)}" for name in floats if (ends := _ends(_arrays(run, name)))
-        ]
-        return f"inputs as in the sample {run.name!r}, {listing(parts, _MAX_NAMED)},"
+        ends = {name: ends for name in run.feeds if (ends := _ends(_arrays(run, name)))}
+        # Of several inputs floats differ more between samples.
+        floats = [name for name in ends if run.feeds[name].dtype.kind not in "iu"]
+        parts = [f"{name!r} {_from_to(ends[name])}" for name in floats or ends]
+        sample = f"inputs as in the sample {run.name!r}"
+        return f"{sample}, {listing(parts, _MAX_NAMED)}," if parts else sample
     ordinary = {values.name: values for values in compared_values([*agreed], {})}
     names: dict[str, list[str]] = {}
     for name, far in run.far.items():

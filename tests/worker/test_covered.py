@@ -36,6 +36,20 @@ def run(far: Mapping[str, Far] | None = None, **feeds: Any) -> ReferenceRun:
     return ReferenceRun("a", (arrays,), usual=not far, far=far or {})
 
 
+@pytest.mark.parametrize(
+    ("feeds", "text"),
+    [
+        ({"i": [1, 7], "x": [0.5]}, "inputs as in the sample 'a', 'x' of 0.5,"),
+        ({"i": [1, 7]}, "inputs as in the sample 'a', 'i' from 1 to 7,"),
+        ({"m": [True]}, "inputs as in the sample 'a'"),
+    ],
+)
+def test_a_sample_is_named_with_its_floats_or_its_integers(
+    feeds: dict[str, Any], text: str
+) -> None:
+    assert describe_values(run(**feeds), []) == text
+
+
 def test_the_ends_of_what_was_compared_are_those_of_all_runs() -> None:
     runs = [run(i=[1, 7], x=[0.5], m=[True]), run(i=[-3, 2], x=[np.inf], m=[False])]
     assert compared_values(runs, {}) == (

@@ -38,6 +38,7 @@ from hatch_epcontext.worker.comparison.emulation import (
     conditioned,
     emulate,
     narrowed,
+    with_rare,
 )
 from hatch_epcontext.worker.comparison.levels import Level, Levels, choose, is_whole
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
@@ -224,7 +225,7 @@ def _unusual(compared: Comparison, emulated: Levels | None) -> int:
     """How many samples that an app may never have differ on the target, or would if it ran them."""
     ran = [*compared.agreed, *(difference.run for difference in compared.unusual)]
     others = (level for level in emulated or () if not any(level.run is run for run in ran))
-    differing = [level for level in others if not level.run.usual and level.margin < 0]
+    differing = [level for level in others if not level.counts and level.margin < 0]
     return len(differing) + len(compared.unusual)
 
 
@@ -360,7 +361,7 @@ def _emulate(
         if model := FormattedModel.load(Path(request.prepared), format_, skipped, bits):
             levels = emulate(model, expected, tolerance)
             if request.model.validate.inputs in SYNTHETIC:
-                levels = conditioned(levels, model, expected, tolerance)
+                levels = with_rare(conditioned(levels, model, expected, tolerance))
             return Divergence(model, expected), levels
     except ModelError:
         raise

@@ -89,7 +89,8 @@ def compare_runs(
         runs = sorted(runs, key=lambda run: run.name != to_beat.sample)
     for run in runs:
         new = sides(run, reference.facts.deciders) - taken
-        if not new and _adds_nothing(run, result, is_enough=is_enough):
+        is_rare = emulated is not None and emulated.of(run).rare
+        if not (new or is_rare) and _adds_nothing(run, result, is_enough=is_enough):
             continue
         taken |= new
         names = (*result.samples, run.name)
@@ -136,8 +137,10 @@ def _counts(run: ReferenceRun, emulated: Levels | None) -> bool:
     """Whether a difference for ``run`` counts: for usual inputs, or if the number format does not explain it,
     so that the EP may be wrong elsewhere too.
     """
-    is_wrong = emulated is not None and emulated.of(run).margin >= SENSITIVE
-    return run.usual or (is_wrong and not run.far)
+    if emulated is None:
+        return run.usual
+    level = emulated.of(run)
+    return level.counts or (level.margin >= SENSITIVE and not run.far)
 
 
 def concluded(compared: Comparison, reference: Reference, emulated: Levels) -> Comparison:

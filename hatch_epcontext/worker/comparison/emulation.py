@@ -35,6 +35,9 @@ from hatch_epcontext.worker.synthetic import NEAR
 _HALVINGS = 4
 """How often the span of sizes in which wrong results begin is halved: to less than a tenth of a size."""
 
+_RARE = 1 / 8
+"""The share of usual samples up to which wrong ones are rare."""
+
 _MAX_TRIALS = 1e9
 """The most multiply-adds for that: less than a second."""
 
@@ -140,6 +143,17 @@ def conditioned(
     kept = Levels(level for level in levels if all(level is not other for other in dropped))
     usual, left = (sum(level.run.usual for level in some) for some in (levels, kept))
     return kept if 3 * left >= usual else levels
+
+
+def with_rare(levels: Levels) -> Levels:
+    """``levels``, of which the usual ones that the format makes wrong are rare, if they are few, without the
+    first: the EP computes as its format does, and an app may never have such inputs.
+    """
+    usual = [level for level in levels if level.run.usual]
+    wrong = [level for level in usual if level.margin < 0]
+    if levels[0].margin < 0 or len(wrong) > _RARE * len(usual):
+        return levels
+    return Levels(replace(level, rare=level.run.usual and level.margin < 0) for level in levels)
 
 
 def narrowed(

@@ -26,6 +26,9 @@ _MOST_FAR = 3
 _MOST_LARGER = 2
 """The most samples of larger floats that the target runs: it may be more exact than the emulation."""
 
+_MOST_RARE = 2
+"""The most rare samples that the target runs: each is a warning."""
+
 _SLOW, _SLOW_SEQUENCE = 0.5, 4.0
 """Seconds of a sample, and of the longest sequence of frames, on a simulator from which it runs as few as
 possible.
@@ -39,13 +42,15 @@ _WORST = 3
 class Level:
     """How near ``run`` is to the source's: of its outputs the ``nearest`` to the limits, if any.
 
-    ``limit``: the signal-to-noise ratio of its limits. ``ran``: whether the target ran it.
+    ``limit``: the signal-to-noise ratio of its limits. ``ran``: whether the target ran it. ``rare``: whether
+    it is one of few usual samples that the number format makes wrong.
     """
 
     run: ReferenceRun
     nearest: Agreement | None
     limit: float
     ran: bool = False
+    rare: bool = False
 
     @staticmethod
     def of(
@@ -69,7 +74,12 @@ class Level:
     @property
     def spare(self) -> float:
         """``margin``; infinite for inputs that an app may never have, which only warn."""
-        return self.margin if self.run.usual else math.inf
+        return self.margin if self.counts else math.inf
+
+    @property
+    def counts(self) -> bool:
+        """Whether an app has such inputs."""
+        return self.run.usual and not self.rare
 
 
 class Levels(tuple[Level, ...]):
@@ -138,7 +148,7 @@ def choose(
     if not (sequences and is_slow):
         most += 1 if is_large or sequences else _WORST
     # Unusual samples come last: they only warn.
-    for level in sorted(others, key=lambda level: (not level.run.usual, level.margin)):
+    for level in sorted(others, key=lambda level: (not level.counts, level.margin)):
         worth = level.snr < WORTH_RUNNING or is_optimistic
         if len(chosen) == most:
             break
@@ -148,7 +158,7 @@ def choose(
     if is_large:
         chosen = sorted(chosen, key=lambda run: levels.of(run).margin)[: 1 if is_brief else 2]
     runs = [level.run for level in every]
-    far = _far(every, is_large=is_large)
+    far = [*_rare(every, is_large=is_large), *_far(every, is_large=is_large)]
     right = [run for run in far if every.of(run).margin >= 0]
     changing = with_changes(chosen, runs, right)
     telling = with_branches(with_telling(changing, runs), runs, deciders)
@@ -160,6 +170,12 @@ def _worst_short(sequences: Sequence[Level]) -> ReferenceRun:
     shortest = min(len(level.run.frames) for level in sequences)
     short = (level for level in sequences if len(level.run.frames) == shortest)
     return min(short, key=lambda level: (level.spare, level.margin)).run
+
+
+def _rare(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
+    """The worst of the rare ones."""
+    rare = sorted((level for level in levels if level.rare), key=lambda level: level.margin)
+    return [level.run for level in rare[: 1 if is_large else _MOST_RARE]]
 
 
 def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:

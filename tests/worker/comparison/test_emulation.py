@@ -21,9 +21,11 @@ from hatch_epcontext.worker.comparison.emulation import (
     conditioned,
     emulate,
     narrowed,
+    with_rare,
 )
 from hatch_epcontext.worker.comparison.levels import Levels, choose
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
+from hatch_epcontext.worker.covered import describe_values
 from hatch_epcontext.worker.reference import reference
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,
@@ -586,6 +588,34 @@ def test_samples_beside_a_pole_or_a_threshold_do_not_count(
     assert dropped | kept <= every
     assert dropped.isdisjoint(names)
     assert kept <= names
+
+
+KURTOSIS = """(float[1, 6000] x) => (float[1, 1] y) {
+    s = Mul (x, x) [power] v = ReduceMean <axes = [1]> (s) [fourth] f = Mul (s, s)
+    m = ReduceMean <axes = [1]> (f) p = Mul (v, v) y = Div (m, p) }"""
+
+
+def test_few_usual_samples_that_the_format_makes_wrong_are_a_warning(tmp_path: Path) -> None:
+    divergence, levels = emulated(parsed(KURTOSIS), tmp_path)
+    model, expected = divergence.model, divergence.reference
+    levels = with_rare(conditioned(levels, model, expected, QNN))
+    rare = [level.run.name for level in levels if level.rare]
+    assert 0 < len(rare) <= len(levels) / 8
+    assert levels.margin > 0
+    # What the format computes stands for the target.
+    path = save(model.rounding(model.prepared), tmp_path / "rounded.onnx")
+    runs = choose(levels)
+    compared = compare_runs(open_session(path, cpu_options()), expected, QNN, runs, levels)
+    assert compared.difference is None
+    assert {d.run.name for d in compared.unusual if d.run.usual} <= {*rare}
+    (first, *_) = (d for d in compared.unusual if d.run.usual)
+    assert describe_values(first.run, []).startswith(f"inputs as in the sample {rare[0]!r}, 'x' ")
+
+
+def test_many_usual_samples_that_the_format_makes_wrong_are_not_rare(tmp_path: Path) -> None:
+    _, levels = emulated(log_of_power(), tmp_path)
+    assert levels.margin < 0
+    assert with_rare(levels) == levels
 
 
 @pytest.mark.parametrize(("scale", "counts"), [(1e-3, False), (1e-6, True)])
