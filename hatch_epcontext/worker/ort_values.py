@@ -19,16 +19,17 @@ from hatch_epcontext.worker.session import open_unoptimized
 
 def run(session: ort.InferenceSession, feeds: Arrays) -> dict[str, Array]:
     """Return the outputs of ``session`` by name, of every dtype that ONNX Runtime runs."""
-    names = [output.name for output in session.get_outputs()]
-    lacking = any(_numpy_lacks(output.type) for output in session.get_outputs())
+    outputs = session.get_outputs()
+    names = [output.name for output in outputs]
+    lacking = any(_numpy_lacks(output.type) for output in outputs)
     mixed = {
         name: _to_value(array) if lacking or is_extended(array.dtype) else array
         for name, array in feeds.items()
     }
     if not lacking:
         return dict(zip(names, session.run(names, mixed), strict=True))
-    outputs = session.run_with_ort_values(names, mixed)
-    return {name: _to_array(value) for name, value in zip(names, outputs, strict=True)}
+    values = session.run_with_ort_values(names, mixed)
+    return {name: _to_array(value) for name, value in zip(names, values, strict=True)}
 
 
 @functools.cache

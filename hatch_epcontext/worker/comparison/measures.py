@@ -150,17 +150,21 @@ class Elsewhere:
     def __init__(self, samples: Sequence[Array] = ()) -> None:
         self._samples = samples
         self._signals: dict[tuple[tuple[int, ...], _Axes], Numbers] = {}
+        self._largest: dict[tuple[int, ...], float] = {}
         self._parts: dict[bool, Elsewhere] = {}
 
     def largest(self, shape: tuple[int, ...]) -> float:
         """The largest magnitude in samples of this ``shape``."""
-        return math.sqrt(float(self.signal(shape, ()).max(initial=0.0)))
+        if shape not in self._largest:
+            powers = (float(power.max(initial=0.0)) for power in self._of(shape))
+            self._largest[shape] = math.sqrt(max(powers, default=0.0))
+        return self._largest[shape]
 
     def signal(self, shape: tuple[int, ...], axes: _Axes) -> Numbers:
         """The largest of the mean squares over ``axes`` in samples of this ``shape``; empty without any."""
         key = shape, axes
         if key not in self._signals:
-            means = [power.mean(axis=axes) for power in self._powers if power.shape == shape]
+            means = [power.mean(axis=axes) for power in self._of(shape)]
             self._signals[key] = np.asarray(np.maximum.reduce(means) if means else np.zeros(0))
         return self._signals[key]
 
@@ -171,6 +175,10 @@ class Elsewhere:
             own = [scores.take(sample, are_scores=are_scores) for sample in samples]
             self._parts[are_scores] = Elsewhere(own)
         return self._parts[are_scores]
+
+    def _of(self, shape: tuple[int, ...]) -> list[Numbers]:
+        """The signals of the values in samples of this ``shape``."""
+        return [power for power in self._powers if power.shape == shape]
 
     @cached_property
     def _powers(self) -> list[Numbers]:
@@ -354,7 +362,7 @@ class _Deviation:
     @cached_property
     def mean(self) -> float:
         """The mean signal of a value."""
-        return float(self.power.mean())
+        return float(self._mean(self.power, None))
 
     @cached_property
     def whole(self) -> float:
@@ -372,10 +380,9 @@ class _Deviation:
         """The cosine similarity; None if the output is so near zero that its direction is only rounding."""
         if self.mean < self.whole:
             return None
-        norms = float(np.linalg.norm(self.out) * np.linalg.norm(self.ref))
-        if not norms:
-            return None
-        return min(float(self.out.ravel() @ self.ref.ravel()) / norms, 1.0)
+        out, ref = self.out.ravel(), self.ref.ravel()
+        norms = math.sqrt(out @ out) * math.sqrt(ref @ ref)
+        return min(float(out @ ref) / norms, 1.0) if norms else None
 
     def are_columns(self, axis: int | None) -> bool:
         """Whether the slices of ``axis`` are the columns of a table."""
@@ -397,13 +404,22 @@ class _Deviation:
 
     def decibels(self, axis: int | None) -> Numbers:
         """The signal-to-noise ratio of the output or of each slice."""
-        noise = np.asarray(self.noise.mean(axis=self._others(axis)))
+        noise = self._mean(self.noise, axis)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = (self.whole if axis is None else self.signal(axis)) / noise
             are_many = self._size(axis) > _SHARES
             if self.facts.nature == "unit" and are_many and self.are_columns(axis):
                 ratio = np.minimum(ratio, self._peaks(axis))
             return np.asarray(10 * np.log10(ratio))
+
+    def _mean(self, values: Numbers, axis: int | None) -> Numbers:
+        """The mean of ``values`` in the output, or in each slice: as NumPy's own, which takes twice as long
+        for few values.
+        """
+        size = self._size(axis)
+        if axis is not None and size == 1:
+            return values.reshape(-1)
+        return np.asarray(np.add.reduce(values, self._others(axis)) / size)
 
     def _others(self, axis: int | None) -> _Axes:
         """The axes of a slice."""
@@ -423,15 +439,13 @@ class _Deviation:
         # As in a column, a few values are nearer to the limit than the whole output.
         more = 10 ** (_COLUMN / 10) if axis is None else 1.0
         signal = self._above(small**2 * _SHARES / self._size(axis), axis)
-        return np.asarray(more * signal / (noise**2).mean(axis=self._others(axis)))
+        return np.asarray(more * signal / self._mean(noise**2, axis))
 
     def _above(self, floor: float, axis: int | None) -> Numbers:
         """The signal, at least the ``floor`` and a part of that in other samples."""
-        axes = self._others(axis)
-        signal: Numbers = np.maximum(
-            self.mean if axis is None else self.power.mean(axis=axes), floor
-        )
-        elsewhere = self.elsewhere.signal(self.ref.shape, axes)
+        own = self.mean if axis is None else self._mean(self.power, axis)
+        signal: Numbers = np.maximum(own, floor)
+        elsewhere = self.elsewhere.signal(self.ref.shape, self._others(axis))
         return np.maximum(signal, _OTHER_SAMPLES**2 * elsewhere) if elsewhere.size else signal
 
     @property
@@ -451,8 +465,9 @@ class _Deviation:
 
 def _finite(output: Array, reference: Array) -> tuple[Numbers, Numbers]:
     """Both as numbers: tiny ones as zeros, zeros where either is NaN, and Inf as the largest finite value."""
-    out, ref = (np.asarray(array, np.float64) for array in (output, reference))
-    out, ref = (np.where(np.abs(array) < TINY, 0.0, array) for array in (out, ref))
+    out, ref = np.array(output, np.float64), np.array(reference, np.float64)
+    for array in (out, ref):
+        array[np.abs(array) < TINY] = 0.0
     if np.isfinite(out).all() and np.isfinite(ref).all():
         return out, ref
     largest = max(float(np.abs(ref[np.isfinite(ref)]).max(initial=0.0)), 1.0)
