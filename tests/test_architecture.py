@@ -65,6 +65,7 @@ COMPARED = ("ort_values", "samples", "synthetic")
 """The modules of ``worker`` that make and hold what a comparison compares, and know as little."""
 
 COMPARISON = {
+    "frozen",
     "graph",
     "providers",
     *(f"worker.{name}" for name in ("comparison", "results", "session", *COMPARED)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -18,6 +18,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import Builder, Outputs, Rule, remove_unused
 from hatch_epcontext.graph.dtypes import is_float

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import onnx
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Cut
 from hatch_epcontext.graph.scope import Scope

@@ -6,11 +6,12 @@ Only the file is read: opening a session on a model of trees can take minutes.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import onnx
 from onnx import TensorProto
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.facts import Cut, Deciders, Limits, NodeFacts
 from hatch_epcontext.graph.parts import cut_around

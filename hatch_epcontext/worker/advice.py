@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import onnxruntime as ort
@@ -12,6 +12,7 @@ import onnxruntime as ort
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.config.tables import LimitsTable, ToleranceTable
 from hatch_epcontext.errors import Advice, Kind, Problem, RefusedError, Setting
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.text import aligned, count
 from hatch_epcontext.worker.comparison.compare import Difference, compare_runs

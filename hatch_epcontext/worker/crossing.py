@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import operators
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.scope import Scope

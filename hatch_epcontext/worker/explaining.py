@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import onnx
@@ -21,6 +20,7 @@ from hatch_epcontext.errors import (
     Setting,
     UnavailableError,
 )
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.providers import Provider, missing

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.batch.follow import batch_of_outputs
 from hatch_epcontext.graph.branches import Branching, branchings

@@ -6,11 +6,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TypeVar
 
 import numpy as np
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.dtypes import Arrays
 from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.worker.results import FEW_SAMPLES

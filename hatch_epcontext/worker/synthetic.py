@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.dtypes import Array, Numbers, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.values.conventions import DEVIATIONS

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import onnx
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.batch.sizes import ROWS, Numbers, sections
 from hatch_epcontext.graph.scope import Sizes

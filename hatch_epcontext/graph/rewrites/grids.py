@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx
 from onnx import TensorProto
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.rewriting import rewrites

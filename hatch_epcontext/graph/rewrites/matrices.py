@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import MAX_VALUES, Builder, Outputs
 from hatch_epcontext.graph.dtypes import Numbers

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.dtypes import Array

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined

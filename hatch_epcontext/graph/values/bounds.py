@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import onnx
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import is_float
 from hatch_epcontext.graph.scope import Scope

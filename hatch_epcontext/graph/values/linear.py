@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import onnx
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.scope import Scope
 

@@ -9,7 +9,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -17,6 +17,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.errors import BuildError, EpcontextError
 from hatch_epcontext.files import put_files
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import TooManyNodesError
 from hatch_epcontext.graph.facts import Declined

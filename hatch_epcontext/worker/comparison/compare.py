@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import onnxruntime as ort
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.levels import Level, Levels
 from hatch_epcontext.worker.comparison.measures import SENSITIVE, worst_agreements

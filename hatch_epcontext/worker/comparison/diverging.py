@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +12,7 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Array, Arrays, Numbers
 from hatch_epcontext.graph.facts import NodeFacts, short_name

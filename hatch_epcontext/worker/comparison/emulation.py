@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.external import read_data

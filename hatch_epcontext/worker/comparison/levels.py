@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
 from hatch_epcontext.worker.comparison.runs import (

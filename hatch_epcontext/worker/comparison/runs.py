@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
+from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.facts import Cost, Range
 from hatch_epcontext.graph.selections import Selections
