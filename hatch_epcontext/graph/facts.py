@@ -128,8 +128,8 @@ class Range:
     ``floats``: how integers become floats, if they do. ``loose``: whether other integers are also accepted,
     although these are known. ``reach``: how large a graph with such constants expects values to be; 0 if
     nothing shows it. ``thresholds``: numbers with which floats are compared, in order. ``signed``: whether
-    floats that nothing bounds may be negative. ``gain``: the largest factor by which integers are multiplied.
-    ``least``: the level below which such floats are lost in the arithmetic, relative to their usual one.
+    numbers that nothing bounds may be negative. ``gain``: the largest factor of integers. ``least``: the
+    level below which such floats are lost in the arithmetic, relative to their usual one.
     ``shifted``: the factor by which values are multiplied of which only differences count; 0 for others.
     ``squared``: whether differences of their squares count. ``standardized``: the means and deviations by
     which a graph standardizes floats that nothing bounds: then the range is that of what it makes of them.

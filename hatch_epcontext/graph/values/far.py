@@ -616,6 +616,7 @@ def _expected(scale: float) -> float:
 
 def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[Far]:
     lowest, highest = dtype_bounds(facts)
+    lowest = lowest if ordinary.signed else max(lowest, 0.0)
     if ordinary.known and ordinary.loose and ordinary.low == ordinary.high:
         yield from _other_values(ordinary, uses)
         return

@@ -75,11 +75,12 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
         uses.of[facts.name].size = powers.sizes.get(facts.name, of_root)
         uses.of[facts.name].degree = degree
         uses.of[facts.name].is_wide = facts.name in powers.remaining
-        range_ = ranges[facts.name]
+        range_, is_amount = ranges[facts.name], facts.name in powers.amounts
         ranges[facts.name] = replace(
             range_,
+            low=max(range_.low, 0.0) if is_amount and range_.whole else range_.low,
             high=min(range_.high, uses.of[facts.name].exponent if range_.whole else math.inf),
-            signed=facts.name not in powers.amounts,
+            signed=not is_amount,
             squared=facts.name in powers.differences,
         )
     return {
