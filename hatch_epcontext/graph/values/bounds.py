@@ -22,8 +22,17 @@ _MAX_KEPT = 0.01
 """The largest number that only keeps a divisor from 0."""
 
 _KEEPING_SIGNS = operators.MOVES | operators.EXTREMES | operators.MEANS
-_KEEPING_SIGNS |= {"Abs", "Cast", "Clip", "ReduceSum", "Sqrt"}
+_KEEPING_SIGNS |= {"Abs", "Cast", "Clip", "ReduceSum"}
 """Operators whose result is near 0 only if their first operand is."""
+
+_OF_EACH = operators.LAYOUT | {"Cast", "Div", "Expand", "Mul", "Pow", "Sqrt"}
+"""Operators each of whose results is near 0 only if one of its operands is."""
+
+_ADDING = operators.MEANS | {"ReduceSum"}
+
+_OF_AMOUNTS = _OF_EACH | _ADDING | operators.EXTREMES | operators.MOVES
+_OF_AMOUNTS |= {"Add", "Concat", "Log", "Max", "Min", "Reciprocal", "Sub"}
+"""Operators that quantities of one sign have: no activation, and no size of a number."""
 
 _MAX_CHANGED = 8
 """The largest size that an input may set freely, such as a number of repetitions."""
@@ -90,20 +99,62 @@ def _lengths(operand: int, size: int | None) -> Iterator[Bound]:
         yield Bound(operand, 1, high, "length", size)
 
 
-def divisors(node: onnx.NodeProto, scope: Scope) -> Iterator[tuple[str, Bound]]:
-    """Yield what a Div or a Reciprocal divides by, if nothing else reads it: also of what it is a mean, a
-    power, a product or a sum. Factors show the unit.
+@dataclass(frozen=True)
+class _Divisor:
+    """The value ``name``, by which something is divided, perhaps a ``stored`` number.
+
+    ``unit``: its usual size. ``is_each``: whether none of its numbers is near 0, because each divides, or is
+    one of a mean that divides a stored number. ``is_sum``: whether these are added.
     """
-    waiting = [(node.input[-1], 1.0)] if node.op_type in ("Div", "Reciprocal") else []
+
+    name: str
+    stored: float
+    unit: float
+    is_each: bool = True
+    is_sum: bool = False
+
+    @classmethod
+    def of(cls, node: onnx.NodeProto, scope: Scope) -> _Divisor:
+        """That of ``node``: a stored number and its quotient share the digits."""
+        numbers = ends(node.input[0], scope) if node.op_type == "Div" else ()
+        stored = max(map(abs, numbers), default=0.0)
+        return cls(node.input[-1], stored, math.sqrt(stored or 1.0))
+
+    def operands(self, node: onnx.NodeProto, scope: Scope) -> Iterator[_Divisor]:
+        """Those of ``node``, which makes it."""
+        operator = node.op_type
+        is_sum = self.is_sum or operator in _ADDING
+        # Each of several squares may be near 0.
+        is_power = operator == "Pow" or (operator == "Mul" and not [*_constants(node, scope)])
+        is_each = operator in _OF_EACH or (operator in _ADDING and self.stored > 0)
+        is_each &= self.is_each and not (is_sum and is_power)
+        for name, unit in _of_divisor(node, self.unit, scope):
+            yield _Divisor(name, self.stored, unit, is_each, is_sum)
+
+
+def divisors(node: onnx.NodeProto, scope: Scope) -> Iterator[tuple[str, Bound]]:
+    """Yield what a Div or a Reciprocal divides by: also of what it is a mean, a power, a product or a sum, if
+    nothing else reads that, or none of its numbers is near 0, and other nodes only calculate with them.
+    Factors, and a stored number that is divided, show the unit.
+    """
+    waiting = [_Divisor.of(node, scope)] if node.op_type in ("Div", "Reciprocal") else []
     while waiting:
-        name, unit = waiting.pop()
-        if len(scope.readers.get(name, ())) != 1:
+        divisor = waiting.pop()
+        readers = scope.nodes_reading(divisor.name)
+        is_amount = divisor.is_each and all(_is_of_amounts(reader, scope) for reader in readers)
+        if len(readers) > 1 and not is_amount:
             continue
-        yield name, Bound(0, 0.5 * unit, 1.5 * unit, "divisor")
-        maker = scope.maker(name)
+        yield divisor.name, Bound(0, 0.5 * divisor.unit, 1.5 * divisor.unit, "divisor")
+        maker = scope.maker(divisor.name)
         # A Constant in a branch has no inputs.
         if maker is not None and maker.input:
-            waiting += _of_divisor(maker, unit, scope)
+            waiting += divisor.operands(maker, scope)
+
+
+def _is_of_amounts(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether ``node`` is arithmetic, as of quantities, and no number's sign matters to it."""
+    compares = node.op_type in operators.COMPARES and 0 not in _constants(node, scope)
+    return compares or node.op_type in _OF_AMOUNTS
 
 
 def _of_divisor(node: onnx.NodeProto, unit: float, scope: Scope) -> Iterator[tuple[str, float]]:
@@ -111,7 +162,9 @@ def _of_divisor(node: onnx.NodeProto, unit: float, scope: Scope) -> Iterator[tup
     operator, first = node.op_type, node.input[0]
     constants = [*_constants(node, scope)]
     factor = abs(constants[0]) if len(constants) == 1 else 0.0
-    if operator in _KEEPING_SIGNS:
+    if operator == "Sqrt":
+        yield first, unit**2
+    elif operator in _KEEPING_SIGNS:
         yield first, unit
     elif operator in ("Div", "Pow") and factor and scope.constant(first) is None:
         yield first, unit * factor if operator == "Div" else unit ** (1 / factor)

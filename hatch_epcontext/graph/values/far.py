@@ -507,9 +507,10 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         return replace(integers, far=tuple(_far_integers(facts, integers, uses)))
     if not ordinary.is_open:
         larger = (*_larger(facts, uses), *_counted_on(ordinary, uses, _IN_FLOATS))
-        # What the range only guesses may be on either side of a threshold.
-        compared = () if ordinary.known else [c for c in uses.centers if c.compared]
-        beyond = _around(facts, ordinary, replace(uses, centers=[*compared]))
+        # What the range only guesses may be on either side of a threshold, and a divisor's far from it.
+        is_image = ordinary.picture or ordinary.usual is not None
+        beside = [c for c in uses.centers if not ordinary.known and (c.compared or not is_image)]
+        beyond = _around(facts, ordinary, replace(uses, centers=beside))
         return replace(ordinary, far=(*larger, *beyond))
     ordinary, uses = _around_means(facts, ordinary, uses)
     sound = uses.is_signal and looks_like_sound(facts)

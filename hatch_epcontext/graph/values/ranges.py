@@ -189,8 +189,10 @@ def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[Tenso
     if known is None:
         is_byte = highest <= _MAX_OF_BYTES
         low, high = (lowest, highest) if is_byte else (0.0, _MAX_OF_BYTES)
-        # Integers are not divided by 0.
-        low = max(low, 1.0) if any(bound.kind == "divisor" for bound in reached) else low
+        for bound in (bound for bound in reached if bound.kind == "divisor"):
+            # Integers are not divided by 0.
+            low = max(low, min(math.ceil(bound.low), highest))
+            high = max(high, min(math.floor(bound.high), highest))
         return Range(low, high, known=False, whole=True)
     low, high = math.ceil(known.low - 1e-6), math.floor(known.high + 1e-6)
     low, high = _both((low, max(low, high)), (lowest, highest)) or (lowest, highest)

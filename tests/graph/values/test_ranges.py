@@ -333,13 +333,51 @@ def test_a_number_is_the_one_with_which_it_is_compared() -> None:
     assert found["rate"] == index(16000, 16000)
 
 
-def test_what_is_only_divided_by_is_not_near_zero() -> None:
+def test_what_is_divided_by_is_not_near_zero() -> None:
     found = ranges(
         """(float[4] mass, float[4] height, float[4] x) => (float[4] y, float[4] z, float[4] s) {
-        h = Mul (height, height) y = Div (mass, h) z = Div (x, x) s = Neg (x) }"""
+        h = Mul (height, height) y = Div (mass, h) z = Div (x, x) s = Tanh (x) }"""
     )
     assert found["height"] == Range(0.5, 1.5, known=False)
     assert (found["mass"].low, found["x"].low) == (-8, -8)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "unit"),
+    [
+        ("m = Div (x, hundred) q = Mul (m, m) d = Div (one, q) e = Sqrt (m)", 100),
+        ("d = Div (one, x) c = Greater (x, hundred) e = Cast <to = 1> (c)", 1),
+        # Each of a mean has the size of that, if this shows in a stored number.
+        ("m = ReduceMean (x) d = Div (many, m) e = Sub (x, m)", 200),
+        ("m = ReduceMean (x) q = Mul (m, m) d = Div (many, q) e = Sub (x, m)", 200**0.5),
+        ("m = ReduceMean (x) d = Div (x, m) e = Sub (x, m)", 0),
+        # Each of squares may be near 0, and what a constant keeps from 0 too.
+        ("q = Mul (x, x) m = ReduceMean (q) d = Div (many, m) e = Neg (x)", 0),
+        ("m = Max (x, small) d = Div (one, m) e = Sqrt (x)", 0),
+        # Other nodes ask for its sign.
+        ("d = Div (one, x) c = Greater (x, zero) e = Cast <to = 1> (c)", 0),
+        ("d = Div (one, x) e = Abs (x)", 0),
+    ],
+)
+def test_a_divisor_that_is_also_calculated_with_is_not_near_zero(nodes: str, unit: float) -> None:
+    range_ = ranges(
+        f"""(float[4] x) => (d, e) <float hundred = {{100}}, float many = {{40000}}, float one = {{1}},
+        float small = {{0.001}}, float zero = {{0}}> {{ {nodes} }}"""
+    )["x"]
+    ends = (0.5 * unit, 1.5 * unit) if unit else (-8, 8)
+    assert (range_.low, range_.high) == pytest.approx(ends)
+
+
+def test_integers_that_divide_a_stored_number_are_as_large_as_its_quotient() -> None:
+    found = ranges("(int32[4] x) => (y) <float k = {1e6}> { f = Cast <to = 1> (x) y = Div (k, f) }")
+    assert (found["x"].low, found["x"].high) == (500, 1500)
+
+
+def test_values_are_around_a_constant_also_of_an_input_that_divides() -> None:
+    far = all_of(
+        "(float[4] x) => (y, z) <float k = {293.15}, float one = {1}> { y = Sub (x, k) z = Div (one, x) }"
+    )["x"].far
+    assert [values.centers[0] for values in far if values.centers] == pytest.approx([293.15] * 2)
 
 
 def test_a_divisor_in_a_branch_may_be_a_constant() -> None:
@@ -358,6 +396,9 @@ def test_a_divisor_in_a_branch_may_be_a_constant() -> None:
         ("m = Mul (x, thousandth) d = Pow (m, two) y = Reciprocal (d)", 1000),
         ("s = Pow (x, two) d = Mul (tenth, s) y = Div (one, d)", 10**0.5),
         ("p = Mul (x, x) m = Div (p, hundred) d = Sqrt (m) y = Div (one, d)", 10),
+        ("d = Sqrt (x) y = Div (hundred, d)", 100),
+        # The quotient has half of the digits.
+        ("d = Mul (x, thousandth) y = Div (hundred, d)", 10**4),
         # A number to the power of x has no unit.
         ("d = Pow (two, x) y = Div (one, d)", 0),
     ],
