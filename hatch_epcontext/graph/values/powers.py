@@ -379,6 +379,11 @@ class _Powers:
             all(operand.rising for operand in kept),
         )
 
+    def scatter(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
+        """Updates in data, as in a histogram."""
+        data, _, updates = operands
+        return self.join(node, [data, updates])
+
     def clip(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         low = self._operand(graph.operand(node, 1))
         is_kept = low is not None and low.positive
@@ -433,6 +438,7 @@ _RULES: Mapping[str, _Rule] = {
     "Mul": _Powers.multiply,
     "Neg": lambda powers, node, operands: replace(operands[0], positive=False, rising=False),
     "Pow": _Powers.power,
+    **dict.fromkeys(("ScatterElements", "ScatterND"), _Powers.scatter),
     "ReduceL2": _Powers.norm,
     "ReduceProd": _Powers.product,
     "ReduceSumSquare": _Powers.square,

@@ -189,6 +189,13 @@ def test_a_product_of_two_inputs_has_no_negative_ones() -> None:
     assert powers("q = Sub (x, z) y = Log (q)", inputs).amounts == set()
 
 
+def test_what_is_added_up_by_its_indices_is_no_negative_amount_if_that_divides() -> None:
+    nodes = """b = ScatterElements <axis = 1, reduction = "add"> (none, i, x)
+        m = ReduceMean <axes = [1]> (b) y = Div (b, m)"""
+    inputs = "int64[4, 8] i, float[4, 8] x"
+    assert powers(nodes, inputs, none=np.zeros((4, 9), np.float32)).amounts == {"x"}
+
+
 @pytest.mark.parametrize(
     "nodes",
     [
