@@ -156,8 +156,11 @@ def _varied(
     natures: set[str] = set()
     names: Counter[str] = Counter()
     least = _faintest([range_ for range_ in of_inputs if range_.is_open])
+    open_sizes = (t.sizes for t, range_ in zip(inputs, of_inputs, strict=True) if range_.is_open)
+    counts = (math.prod(n for n in sizes if isinstance(n, int)) for sizes in open_sizes)
+    most = max([1, *counts])
     for index, pattern in enumerate(patterns()):
-        if pattern.faintest < least or (least and pattern.level < QUIET):
+        if pattern.faintest(most) < least or (least and pattern.level < QUIET):
             continue
         if pattern == RANDOM and not states:
             continue

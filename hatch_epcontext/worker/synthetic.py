@@ -33,6 +33,9 @@ _NOISES = frozenset({"random", "pink", "burst", "sorted"})
 _SPEECH = 0.05
 """The level of noises as sound, relative to full scale: that of speech."""
 
+_FEW = 64
+"""The number of values of which one alone is as loud as the others in `Range.least`."""
+
 _SPECIAL = 4
 """The number of first indices that tokenizers reserve for special tokens; they reserve the last one too."""
 
@@ -53,10 +56,11 @@ class Pattern:
     level: float = 1.0
     usual: bool = True
 
-    @property
-    def faintest(self) -> float:
-        """The level to which most of such floats fall."""
-        return self.level / 100 if self.signal == "decay" else self.level
+    def faintest(self, count: int) -> float:
+        """The level to which most of ``count`` such floats fall, or to which their powers do."""
+        # The mean of squares of a spike among many is small.
+        share = min(1.0, math.sqrt(_FEW / count)) if self.signal == "spike" else 1.0
+        return self.level * (1 / 100 if self.signal == "decay" else share)
 
     def suits(self, ranges: Iterable[Range]) -> bool:
         """Whether an app can have such inputs with these ``ranges``: not pictures without structure, nor

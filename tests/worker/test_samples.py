@@ -95,6 +95,13 @@ def test_nothing_is_lost_in_the_arithmetic() -> None:
     assert {name.rpartition(" ")[2] for name in names if " at " in name} == {"1", "8"}
 
 
+def test_a_spike_among_many_values_is_lost_in_powers_of_their_mean() -> None:
+    for count, is_kept in ((64, True), (1024, False)):
+        found = fed([replace(X, shape=(count,))], {"x": replace(OPEN, least=0.5)})
+        assert ("spike at 1" in {sample.name for sample in found}) == is_kept
+        assert "tone at 1" in {sample.name for sample in found}
+
+
 def test_integers_far_from_the_ordinary_share_samples_and_floats_have_their_own() -> None:
     ids = Range(0, 255, False, whole=True, far=(Far(-9, 9), Far(-(2**31), 2**31 - 1)))
     floats = replace(
