@@ -327,7 +327,7 @@ def _root(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     The RMSNorm of language models such as T5 has values whose squares float16 does not have.
     """
     if node.op_type == "ReduceL2":
-        return _scaled_root(node, node.input[0], 0.0, scope, builder)
+        return _scaled_root([node], node.input[0], 0.0, scope, builder)
     if factors := _different_factors(node.input[0], scope):
         return [_of_factors("Sqrt", "Mul", factors, builder)]
     value, number = _beside_number(node.input[0], "Add", scope) or (node.input[0], 0.0)
@@ -357,10 +357,13 @@ def _root_of_squares(value: str, number: float, scope: Scope, builder: Builder) 
     total = scope.maker(value)
     if total is not None and total.op_type == "Add":
         return _root_of_two(total, number, scope, builder)
-    if total is None or total.op_type not in ("ReduceMean", "ReduceSum"):
-        return None
-    squared = value_squared(total.input[0], scope)
-    return _scaled_root(total, squared, number, scope, builder) if squared else None
+    totals: list[onnx.NodeProto] = []
+    while total is not None and total.op_type in ("ReduceMean", "ReduceSum"):
+        totals.append(total)
+        value = total.input[0]
+        total = scope.maker(value)
+    squared = value_squared(value, scope) if totals else None
+    return _scaled_root(totals, squared, number, scope, builder) if squared else None
 
 
 def _root_of_two(total: onnx.NodeProto, number: float, scope: Scope, builder: Builder) -> Outputs:
@@ -378,21 +381,33 @@ def _root_of_two(total: onnx.NodeProto, number: float, scope: Scope, builder: Bu
 
 
 def _scaled_root(
-    total: onnx.NodeProto, value: str, number: float, scope: Scope, builder: Builder
+    totals: Sequence[onnx.NodeProto], value: str, number: float, scope: Scope, builder: Builder
 ) -> Outputs:
-    """That of ``number`` and what the reduction ``total`` makes of the squares of ``value``."""
-    axes = scope.axes(total)
-    if axes is None or is_scaled(value, scope):
+    """That of ``number`` and what the reductions ``totals``, the last one first, make of the squares of
+    ``value``.
+    """
+    if is_scaled(value, scope):
         return None
-    keeps, least = graph.number(total, "keepdims", 1), math.sqrt(number)
-    operator, factor = ("ReduceMean", 8) if total.op_type == "ReduceMean" else ("ReduceSum", 4)
-    largest = builder.reduced("ReduceMax", builder.add("Abs", value), axes, keepdims=1)
+    kept, steps = [*range(len(scope.sizes(value) or ()))], list[tuple[str, list[int]]]()
+    for total in reversed(totals):
+        if (axes := scope.axes(total)) is None:
+            return None
+        axes = [kept[axis] for axis in axes]
+        steps.append(("ReduceMean" if total.op_type == "ReduceMean" else "ReduceSum", axes))
+        if not graph.number(total, "keepdims", 1):
+            kept = [axis for axis in kept if axis not in axes]
+    least, every = math.sqrt(number), sorted({axis for _, axes in steps for axis in axes})
+    factor = 8 if all(operator == "ReduceMean" for operator, _ in steps) else 4
+    largest = builder.reduced("ReduceMax", builder.add("Abs", value), every, keepdims=1)
     scale = scale_of(largest, least, factor, builder)
-    square = builder.reduced(operator, _scaled_square(value, scale, builder), axes, keepdims=1)
+    square = _scaled_square(value, scale, builder)
+    for operator, axes in steps:
+        square = builder.reduced(operator, square, axes, keepdims=1)
     if least:
         square = builder.add("Add", square, _scaled_square(builder.number(least), scale, builder))
     result = builder.add("Mul", builder.add("Sqrt", square), scale)
-    return [result if keeps else builder.squeeze(result, axes)]
+    squeezed = [axis for axis in every if axis not in kept]
+    return [builder.squeeze(result, squeezed) if squeezed else result]
 
 
 def _scaled_square(value: str, scale: str, builder: Builder) -> str:

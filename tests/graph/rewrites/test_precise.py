@@ -289,11 +289,22 @@ def test_a_logarithm_of_a_small_number_and_more_is_of_scaled_values(body: str) -
 
 
 @pytest.mark.parametrize("more", ["more = Add(level, least)", "more = Max(level, least)", ""])
-@pytest.mark.parametrize("reduced", ["ReduceMean<axes = [-1]>", "ReduceSum"])
-def test_the_logarithm_of_a_level_is_that_of_its_scaled_root(reduced: str, more: str) -> None:
+@pytest.mark.parametrize(
+    "level",
+    [
+        "level = ReduceMean<axes = [-1]>(square)",
+        "level = ReduceSum(square)",
+        # Of all channels of sound.
+        "m = ReduceMean<axes = [1]>(square) level = ReduceSum(m)",
+        "m = ReduceMean<axes = [0], keepdims = 0>(square) level = ReduceMean<axes = [0]>(m)",
+        "m = ReduceSum(square, zero) level = ReduceMean<axes = [-1], keepdims = 0>(m)",
+    ],
+)
+def test_the_logarithm_of_a_level_is_that_of_its_scaled_root(level: str, more: str) -> None:
     value = "more" if more else "level"
-    body = f"square = Mul(x, x) level = {reduced}(square) {more} y = Log({value})"
-    assert mended(of(body, STORED), "log-power")[-2:] == ["Log", "Mul"]
+    body = f"square = Mul(x, x) {level} {more} y = Log({value})"
+    stored = f"{STORED}, int64[1] zero = {{0}}"
+    assert mended(of(body, stored), "log-power")[-2:] == ["Log", "Mul"]
 
 
 VARIANCES = [
