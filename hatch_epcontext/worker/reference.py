@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from hatch_epcontext.graph.external import load_whole, save_whole
 from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.selections import find_selections
+from hatch_epcontext.graph.values.bounds import HIDING, hidden_scores
 from hatch_epcontext.graph.versions import usual_versions
 from hatch_epcontext.worker.changing import Aims, Trials, changing_runs
 from hatch_epcontext.worker.comparison.measures import OutputFacts
@@ -108,7 +109,9 @@ def reference(
         parts = [*branchings(fixed.graph, folded)]
         deciders = tuple(dict.fromkeys(part.condition for part in parts if part.condition))
         fed = {tensor.name for tensor in inputs}
-        inner = chosen.values.union(name for name in deciders if name not in fed)
+        # One mask is usually that of all layers.
+        scores = {*hidden_scores(scope)[: path is None]} - chosen.values
+        inner = chosen.values.union(scores, (name for name in deciders if name not in fed))
         cpu = _SourceSession.open(model, path or model.path, states, inner)
         ranges = ranges_for(folded, inputs, model)
         names = [value.name for value in fixed.graph.output]
@@ -126,6 +129,8 @@ def reference(
             own = [name for name in names if name not in random]
             trials = Trials(cpu.run, cpu.reading, sized(inputs, model), ranges, states)
             runs += changing_runs(Aims.of(runs, own, deciders, scope), trials, needs.multiply_adds)
+        if synthetic and scores:
+            runs = _with_something_left(runs, scores)
         runs = _choose(runs, outputs, deciders, synthetic=synthetic)
         rounding = recomputed(fixed.graph, states)
         is_lasting = not chosen.values and cpu.is_lasting(runs, rounding)
@@ -135,6 +140,25 @@ def reference(
     outputs = _with_behaviour(outputs, states, random, reasons)
     facts = Facts(states, outputs, chosen, is_lasting, None, batch, ranges, deciders, needs)
     return Reference(tuple(runs), facts)
+
+
+def _with_something_left(runs: Sequence[ReferenceRun], scores: Set[str]) -> Sequence[ReferenceRun]:
+    """``runs`` without those after the first in which a mask hides all ``scores``, so that nothing is left to
+    choose from. All, if less than a third of the usual ones is left. They do not keep the scores.
+    """
+
+    def is_hidden(run: ReferenceRun) -> bool:
+        frames = (frame[name] for frame in run.candidates for name in scores if name in frame)
+        return any(array.max(initial=-math.inf) <= -HIDING for array in frames)
+
+    left = [run for index, run in enumerate(runs) if index == 0 or not is_hidden(run)]
+    usual, usual_left = (sum(run.usual for run in some) for some in (runs, left))
+    runs = left if 3 * usual_left >= usual else runs
+    others = frozenset(name for frame in runs[0].candidates for name in frame) - scores
+    return [
+        replace(run, candidates=tuple(_some(c, others) for c in run.candidates if others))
+        for run in runs
+    ]
 
 
 def _with_behaviour(

@@ -293,6 +293,37 @@ X_TO_Y = {"inputs": {"x": 0}, "outputs": {"y": 0}}
 ROWS = "(float[N, 4, 8] x) => (float[N, 4, 8] y)"
 
 
+def masked(hides: str) -> onnx.ModelProto:
+    """What is chosen of a table's rows by scores of which some are hidden."""
+    return parsed(
+        f"""(int64[1, 6] ids, float[6] x) => (float[8] y)
+        <int64 none = {{0}}, float far = {{-1e9}}> {{
+            h = Equal (ids, none) {hides} y = MatMul (p, rows) }}""",
+        rows=(6, 8),
+    )
+
+
+@pytest.mark.parametrize(
+    "hides",
+    [
+        "f = Cast <to = 1> (h) m = Mul (f, far) s = Add (x, m) p = Softmax (s)",
+        "s = Where (h, far, x) p = Softmax (s)",
+        "f = Cast <to = 1> (h) m = Mul (f, far) s = Add (x, m) p = ReduceMax <keepdims = 0, axes = [0]> (s)",
+    ],
+)
+def test_no_sample_hides_all_scores(hides: str, tmp_path: Path) -> None:
+    _, expected = referred(masked(hides), tmp_path)
+    hidden = [(run.feeds["ids"] == 0) for run in expected.runs]
+    assert any(ids.any() for ids in hidden)
+    assert not any(ids.all() for ids in hidden)
+    assert not any(run.candidates for run in expected.runs)
+
+
+def test_samples_count_that_all_hide_their_scores(tmp_path: Path) -> None:
+    _, expected = referred(masked("s = Where (h, far, far) p = Softmax (s)"), tmp_path)
+    assert len(expected.runs) > 20
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

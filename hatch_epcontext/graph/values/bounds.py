@@ -37,8 +37,11 @@ _OF_AMOUNTS |= {"Add", "Concat", "Log", "Max", "Min", "Reciprocal", "Sub"}
 _MAX_CHANGED = 8
 """The largest size that an input may set freely, such as a number of repetitions."""
 
-_HIDING = 1000.0
+HIDING = 1000.0
 """The size of a number that hides scores from a Softmax."""
+
+_OF_LARGEST = frozenset({"LogSoftmax", "ReduceMax", "Softmax"})
+"""Operators to which small scores do not matter beside larger ones."""
 
 _OF_SCORES = operators.MOVES | {"Add", "Cast"}
 """Operators between a mask and the Softmax of the scores that it hides."""
@@ -335,7 +338,7 @@ def _hiding(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
     """What is 0 or 1, or minus that: times a large number, it hides scores to which that is added."""
     for operand, factor in ((0, 1), (1, 0)):
         sizes = ends(node.input[factor], scope)
-        if sizes and min(map(abs, sizes)) >= _HIDING and _is_added_to_scores(node.output[0], scope):
+        if sizes and min(map(abs, sizes)) >= HIDING and _is_added_to_scores(node.output[0], scope):
             low, high = (0, 1) if sizes[0] < 0 else (-1, 0)
             yield Bound(operand, low, high, usual=0)
 
@@ -367,10 +370,19 @@ def _readers_behind(
                 waiting.append(node.output[0])
 
 
+def hidden_scores(scope: Scope) -> list[str]:
+    """The scores in a graph of which only the largest count; none if no stored number hides any."""
+    sizes = (ends(name, scope) for name, tensor in scope.stored.items() if tensor is not None)
+    if not any(size[0] <= -HIDING for size in sizes if size):
+        return []
+    nodes = (node for node in scope.body.node if node.op_type in _OF_LARGEST)
+    return [*dict.fromkeys(node.input[0] for node in nodes)]
+
+
 def _choice(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
     """What chooses between two values: either; a mask, if it chooses the scores that count."""
     constants = (scope.constant(name) for name in node.input[1:])
-    hides = any(value is not None and (value <= -_HIDING).any() for value in constants)
+    hides = any(value is not None and (value <= -HIDING).any() for value in constants)
     is_mask = hides or _are_scores(node.output, scope)
     yield Bound(0, 0, 1, "mask", 1 if is_mask else None)
 
