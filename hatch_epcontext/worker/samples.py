@@ -36,8 +36,8 @@ _MANY_FRAMES = 16
 MAX_BYTES = 2**25
 """Bytes of one sample above which there is only the first: all are in memory at once."""
 
-MAX_FAR = 8
-"""The most samples with values far from the ordinary."""
+MAX_FAR, _SHARE_FAR = 10, 8
+"""The most samples with values far from the ordinary, and one of how many is such a one."""
 
 MANY, SOME = 80, 12
 """The most synthetic samples; and those of a model whose number format is not emulated on them."""
@@ -87,7 +87,12 @@ class Sample:
     @property
     def is_larger(self) -> bool:
         """Whether it has numbers of a larger size than ordinary ones."""
-        return any(far.is_larger for far in self.far.values())
+        return bool(self.larger)
+
+    @property
+    def larger(self) -> frozenset[str]:
+        """The inputs with such numbers."""
+        return frozenset(name for name, far in self.far.items() if far.is_larger)
 
     @property
     def has_offset(self) -> bool:
@@ -131,7 +136,7 @@ def samples(
     result = [first, *itertools.islice(_varied(first, inputs, ranges, states), number - 1)]
     if states:
         result[1:1] = _mixed(result, states, number_of_frames(multiply_adds))
-    most_far = max(2, number // MAX_FAR)
+    most_far = max(2, number // _SHARE_FAR)
     return (*result, *itertools.islice(_far(inputs, ranges, states), min(MAX_FAR, most_far)))
 
 
@@ -222,6 +227,7 @@ def _far(
     few = [group for group in separate if _has_few_differences(group, inputs)]
     left = max(0, MAX_FAR - len(groups) - len(separate))
     repeated = itertools.islice(itertools.cycle(few), left)
+    names: Counter[str] = Counter()
     for number, group in enumerate((*groups, *separate, *repeated)):
         rng = generator(MANY + number)
         pattern = _ASCENDING if any(far.is_larger for far in group.values()) else RANDOM
@@ -230,6 +236,8 @@ def _far(
         feeds = {**feeds, **{n: far_values(by_name[n], far, rng) for n, far in group.items()}}
         values = {name: group[name] for name in by_name if name in group}
         name = f"other values of {', '.join(values)}"
+        names[name] += 1
+        name = f"{name} ({names[name]})" if names[name] > 1 else name
         yield Sample(name, (feeds,), "far", usual=False, far=values)
 
 

@@ -126,7 +126,7 @@ def test_many_columns_share_the_samples_far_from_the_ordinary() -> None:
         for number, column in enumerate(columns)
     }
     found = [sample for sample in fed(columns, ranges) if sample.far]
-    assert len(found) == 8
+    assert len(found) == 10
     assert {name for each in found for name in each.far} == {each.name for each in columns}
     # Those with the same offset are in one.
     (one,) = (sample for sample in fed(columns, dict.fromkeys(ranges, ranges["c0"])) if sample.far)
@@ -145,7 +145,7 @@ def test_standardized_values_vary_around_their_means() -> None:
 
 def test_single_values_beside_an_offset_have_several_samples() -> None:
     offsets = tuple(Far(centers=(9.0,), spreads=(s,), is_offset=True) for s in (0.5, 0.1))
-    for size, number in ((1, 8), (20, 2)):
+    for size, number in ((1, 10), (20, 2)):
         tensor = TensorFacts("x", "float32", (size,))
         found = [s for s in fed([tensor], {"x": replace(OPEN, far=offsets)}) if s.far]
         assert len({float(sample.feeds["x"].ravel()[0]) for sample in found}) == number

@@ -160,11 +160,12 @@ def concluded(compared: Comparison, reference: Reference, emulated: Levels) -> C
 
 
 def _is_known(run: ReferenceRun, result: Comparison) -> bool:
-    """Whether smaller floats than those of ``run`` differ already, or larger differences beside an offset:
-    such runs come first.
+    """Whether smaller numbers than those of ``run`` differ already, of no other inputs, or larger differences
+    beside an offset: such runs come first.
     """
     others = [difference.run for difference in result.unusual]
-    return (run.is_larger and any(other.is_larger for other in others)) or (
+    smaller = [other.larger for other in others if other.is_larger]
+    return (run.is_larger and any(names <= run.larger for names in smaller)) or (
         run.has_offset and any(other.has_offset for other in others)
     )
 

@@ -164,7 +164,7 @@ def narrowed(
     wrong alone, if there are some, and above the size at which that begins. The same ``run`` if the emulation
     shows nothing, or would take long.
     """
-    larger = [name for name, far in run.far.items() if far.is_larger]
+    larger = [name for name in run.far if name in run.larger]
     trials = 2 * (len(larger) + _HALVINGS) * reference.facts.cost.multiply_adds
     if len(run.frames) > 1 or run.candidates or trials > _MAX_TRIALS:
         return run

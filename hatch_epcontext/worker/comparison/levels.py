@@ -24,7 +24,9 @@ _MOST_FAR = 3
 """The most samples of floats far from the ordinary that the target runs."""
 
 _MOST_LARGER = 2
-"""The most samples of larger floats that the target runs: it may be more exact than the emulation."""
+"""The most samples of larger floats of the same inputs that the target runs: it may be more exact than the
+emulation.
+"""
 
 _MOST_RARE = 2
 """The most rare samples that the target runs: each is a warning."""
@@ -191,7 +193,7 @@ def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
     larger = [run for run in wrong if run.is_larger]
     offsets = [run for run in wrong if run.has_offset]
     differing = [
-        *larger[:_MOST_LARGER],
+        *_smallest(larger),
         *offsets,
         *(run for run in worst_first if not (run.is_larger or run.has_offset)),
     ]
@@ -201,6 +203,15 @@ def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
     whole = [run for run in others if is_whole(run)]
     floats = [run for run in others if not is_whole(run)][: not differing]
     return [*differing[:_MOST_FAR], *floats, *whole]
+
+
+def _smallest(larger: Iterable[ReferenceRun]) -> list[ReferenceRun]:
+    """The first of the ``larger`` ones, and of those without the inputs that others have."""
+    first: list[ReferenceRun] = []
+    for run in larger:
+        if sum(other.larger <= run.larger for other in first) < _MOST_LARGER:
+            first.append(run)
+    return first
 
 
 def is_whole(run: ReferenceRun) -> bool:

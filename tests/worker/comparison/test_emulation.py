@@ -108,6 +108,17 @@ def test_the_target_runs_the_worst_floats_that_are_far_from_the_ordinary(tmp_pat
     assert [run.name for run in chosen(made, tmp_path) if run.far] == ["other values of x"]
 
 
+def test_larger_numbers_of_other_inputs_run_too(tmp_path: Path) -> None:
+    made = parsed(
+        """(float[1, 8] x, float[1, 8] z) => (float[1, 8] y, float[1, 8] w) <float percent = {0.01}> {
+        p = Mul (x, x) y = Mul (p, z) r = Mul (z, percent) q = Div (z, r) w = Mul (q, z) }"""
+    )
+    larger = [run for run in chosen(made, tmp_path) if run.is_larger]
+    assert {run.larger for run in larger} == {frozenset("xz"), frozenset("z")}
+    # Each has a name of its own.
+    assert len({run.name for run in larger}) == len(larger)
+
+
 @pytest.mark.parametrize(
     ("nodes", "names", "least"),
     [
