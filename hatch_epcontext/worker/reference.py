@@ -142,7 +142,7 @@ def reference(
     return Reference(tuple(runs), facts)
 
 
-def _with_something_left(runs: Sequence[ReferenceRun], scores: Set[str]) -> Sequence[ReferenceRun]:
+def _with_something_left(runs: list[ReferenceRun], scores: Set[str]) -> list[ReferenceRun]:
     """``runs`` without those after the first in which a mask hides all ``scores``, so that nothing is left to
     choose from. All, if less than a third of the usual ones is left. They do not keep the scores.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from hatch_epcontext.graph.facts import TensorFacts
+from hatch_epcontext.graph.facts import Size, TensorFacts
 
 DEVIATIONS = 8.0
 """The range, in standard deviations, of floats that nothing bounds."""
@@ -38,8 +38,8 @@ _CHANNELS = (1, 3, 4)
 _MIN_IMAGE = 8
 """The smallest number of pixels along a side."""
 
-_MIN_SOUND = 256
-"""The smallest number of samples of sound: 16 ms."""
+_MIN_SOUND, _STEREO = 256, 2
+"""The smallest number of samples of sound: 16 ms. Its channels, if there are several."""
 
 
 def is_mask_name(name: str) -> bool:
@@ -66,9 +66,13 @@ def looks_like_image(facts: TensorFacts) -> bool:
 
 
 def looks_like_sound(facts: TensorFacts) -> bool:
-    """Whether this input of a filter has one long axis."""
-    sizes = [size for size in facts.sizes if size != 1]
-    return len(sizes) == 1 and isinstance(sizes[0], int) and sizes[0] >= _MIN_SOUND
+    """Whether this input of a filter has one long axis, perhaps for two channels."""
+    *channels, length = sorted((size for size in facts.sizes if size != 1), key=_as_number) or [0]
+    return channels in ([], [_STEREO]) and isinstance(length, int) and length >= _MIN_SOUND
+
+
+def _as_number(size: Size) -> float:
+    return size if isinstance(size, int) else math.inf
 
 
 def is_batch(facts: TensorFacts, axis: int, *, is_state: bool = False) -> bool:

@@ -244,6 +244,7 @@ class UsesOfInputs:
             self._add_turn(node)
         elif operator in ("Div", "Log", "Mod"):
             self._add_reach(node)
+            self._add_difference(node)
         elif operator in operators.COMPARES or operator in ("Add", "Sub"):
             self._add_centers(node)
             self._add_difference(node)
@@ -389,16 +390,23 @@ class UsesOfInputs:
         """That of two inputs, of values and their mean, or of an input's own neighbours in a series: any
         offset is lost.
         """
-        scope, one, other = self._terms.scope, *node.input[:2]
+        scope = self._terms.scope
         dtype = scope.dtype(node.output[0])
-        if node.op_type != "Sub" or dtype is None or not is_float(dtype):
+        if node.op_type not in ("Div", "Sub") or dtype is None or not is_float(dtype):
             return
-        self._add_two_inputs(one, other)
+        one, other = node.input[:2]
+        if node.op_type == "Sub" or self._is_of_logarithm(node.output[0]):
+            self._add_two_inputs(one, other)
         root = self._moved(one)
         if any(scope.shape(name) is None for name in (root, one, other)):
             return
         if self._is_own_mean(one, other) or self._are_neighbours(one, other):
-            self.of[root].is_shifted = True
+            for term in self._own(one):
+                self.of[term.input].is_shifted = True
+
+    def _is_of_logarithm(self, name: str) -> bool:
+        """Whether logarithms of ``name`` are taken: that of a quotient is a difference of two."""
+        return any(node.op_type == "Log" for node in self.scope.nodes_reading(name))
 
     def _add_two_inputs(self, one: str, other: str) -> None:
         for left, right in itertools.product(self._numbers(one), self._numbers(other)):
@@ -639,7 +647,7 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
     if lowest < 0 and not offset:
         yield Far(-min(_SMALL, largest), min(_SMALL, largest))
     yield from _around(facts, ordinary, uses)
-    larger = (far for far in _larger(facts, uses) if far.high <= _IN_FLOATS)
+    larger = (far for far in _larger(facts, uses) if far.low < _IN_FLOATS)
     yield from (far for far in larger if ordinary.high < far.high / 2)
     if uses.turns:
         yield from _counted_on(ordinary, uses, largest)

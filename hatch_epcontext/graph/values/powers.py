@@ -29,7 +29,7 @@ _MAX_TERMS = 8
 
 _MAX_DEGREE = 4
 
-_COUNTED = 2.0**15
+_COUNTED = 2.0**19
 """The size of counts and amounts of which a quotient is taken."""
 
 _OF_LOGARITHMS, _OF_ROOTS = 2.0**17, 2.0**19
@@ -112,13 +112,18 @@ class Powers:
 
 
 def powers_of(
-    main: onnx.GraphProto, names: Iterable[str], scope: Scope, whole: frozenset[str] = frozenset()
+    main: onnx.GraphProto,
+    names: Iterable[str],
+    scope: Scope,
+    whole: frozenset[str] = frozenset(),
+    factors: Iterable[str] = (),
 ) -> Powers:
     """Return what the inputs ``names`` of ``main`` are by their powers; ``scope``: of its values.
 
     ``whole``: those that are integers, such as sizes of pictures: what is multiplied by them is a share.
+    ``factors``: other inputs, which are about 1.
     """
-    powers = _Powers(scope, names, whole)
+    powers = _Powers(scope, names, whole, factors)
     powers.follow(main)
     powers.grow(value.name for value in main.output)
     return Powers(
@@ -132,7 +137,9 @@ def powers_of(
 
 
 class _Powers:
-    def __init__(self, scope: Scope, names: Iterable[str], whole: frozenset[str]) -> None:
+    def __init__(
+        self, scope: Scope, names: Iterable[str], whole: frozenset[str], factors: Iterable[str]
+    ) -> None:
         self.sizes: dict[str, float] = {}
         self._whole = whole
         self._scope = scope
@@ -145,17 +152,41 @@ class _Powers:
         self._sums = {
             name: _Sum((_Term(frozenset({name}), 1.0),), rising=True) for name in self._inputs
         }
+        self._sums |= dict.fromkeys(factors, _Sum((_Term(),), positive=True, rising=True))
 
     def follow(self, body: onnx.GraphProto) -> None:
-        """Follow the values through ``body`` and the branches in it."""
+        """Follow the values through ``body``, the branches in it, and once through what it repeats."""
         for node in body.node:
-            for inner in graph.inner_graphs(node) if node.op_type == "If" else ():
+            for inner in graph.inner_graphs(node):
+                skipped = 2 if node.op_type == "Loop" else 0
+                operands = [] if node.op_type == "If" else node.input[skipped:]
+                states = [value.name for value in inner.input][skipped:]
+                self._pass(operands, states)
                 self.follow(inner)
-                for value, name in zip(inner.output, node.output, strict=False):
-                    if value.name in self._sums:
-                        self._sums[name] = self._sums[value.name]
+                results = [value.name for value in inner.output][node.op_type == "Loop" :]
+                for state, result in zip(states, results, strict=False):
+                    self._repeat(state, result)
+                self._pass(results, node.output)
             with contextlib.suppress(*INVALID):
                 self._add(node)
+
+    def _pass(self, names: Sequence[str], others: Sequence[str]) -> None:
+        """Make values called ``others`` those called ``names``."""
+        for name, other in zip(names, others, strict=False):
+            if (value := self._operand(name)) is not None:
+                self._sums[other] = value
+
+    def _repeat(self, state: str, result: str) -> None:
+        """Note the amounts in a ``state`` of which a Loop makes such a ``result``: more or less of the same,
+        as of money with its interest.
+        """
+        before, after = self._sums.get(state), self._sums.get(result)
+        if before is None or after is None or before.weighted or after.weighted:
+            return
+        own = {(term.inputs, term.degree) for term in before.terms if term.degree == 1}
+        if not own.isdisjoint((term.inputs, term.degree) for term in after.terms):
+            for term in after.terms:
+                self._reach(term.inputs if term.degree == 1 else frozenset(), _COUNTED)
 
     def _add(self, node: onnx.NodeProto) -> None:
         if node.op_type in ("Log", "Sqrt"):
@@ -221,7 +252,9 @@ class _Powers:
             for low in total.terms:
                 if high.degree >= 2 and low.degree < high.degree:
                     ratio = low.factor / high.factor
-                    self._reach(high.inputs, ratio ** (1 / (high.degree - low.degree)))
+                    # What both have in common cancels, as an amount in the sum with its interest.
+                    names = high.inputs - low.inputs or high.inputs
+                    self._reach(names, ratio ** (1 / (high.degree - low.degree)))
 
     def grow(self, names: Iterable[str]) -> None:
         """Note the sizes at which products among the values ``names`` leave a number format."""
@@ -261,10 +294,12 @@ class _Powers:
             self._reach(one.inputs & other.inputs, math.inf)
             self._undo(one, is_share=True)
             self._undo(other, is_share=True)
-        elif one.rising and other.rising and max(other.degrees) == 1:
-            # A quotient of counts, or a mean with weights, the sum of which divides that of products.
-            most = 2 if other.inputs <= one.inputs else 1
-            if 1 <= max(one.degrees) <= most:
+        elif other.rising and max(other.degrees) == 1:
+            # A quotient of counts, or a mean with weights, the sum of which divides that of products; or a
+            # change relative to one of the values.
+            is_of_own = other.inputs <= one.inputs
+            most = 2 if is_of_own and one.rising else 1
+            if (one.rising or (is_share and is_of_own)) and 1 <= max(one.degrees) <= most:
                 self._reach(one.inputs | other.inputs, _COUNTED)
         if not is_share:
             self._grow(one)

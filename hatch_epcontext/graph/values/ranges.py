@@ -67,7 +67,8 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
         or _is_weight(facts, uses.of[facts.name], of_inputs[facts.name])
     }
     whole = frozenset(name for name in open_inputs if ranges[name].whole)
-    powers = powers_of(main, open_inputs, uses.scope, whole)
+    factors = [name for name, range_ in ranges.items() if range_.usual == 1 and not range_.known]
+    powers = powers_of(main, open_inputs, uses.scope, whole, factors)
     for facts in open_inputs.values():
         is_sound = facts.name in powers.levels and looks_like_sound(facts)
         degree = powers.degrees.get(facts.name, 0.0)

@@ -183,7 +183,7 @@ def test_a_product_of_two_inputs_has_no_negative_ones() -> None:
     assert powers("q = Div (x, z) y = Log (q)", inputs).amounts == {"x", "z"}
     assert powers("q = Div (x, z) y = Pow (q, a)", inputs, a=np.float32(0.19)).amounts == {"x", "z"}
     barometric = powers("q = Div (x, z) y = Pow (q, a)", inputs, a=np.float32(0.19))
-    assert barometric.sizes == {"x": 2**17, "z": 2**17}
+    assert barometric.sizes == {"x": 2**19, "z": 2**19}
     # What is divided by.
     assert powers("q = Div (x, z) y = Pow (q, a)", inputs, a=np.float32(3)).amounts == {"z"}
     assert powers("q = Sub (x, z) y = Log (q)", inputs).amounts == set()
@@ -211,11 +211,19 @@ def test_what_is_negative_may_have_a_logarithm_of_something_else(nodes: str) -> 
     assert powers(nodes, weights=weights).amounts == set()
 
 
+def test_what_terms_have_in_common_has_not_the_size_at_which_they_are_equal() -> None:
+    # Interest in percent of an amount.
+    nodes = "p = Mul (x, z) i = Mul (p, a) s = Add (x, i) y = Sqrt (s)"
+    found = sizes(nodes, "float[4, 8] x, float[4, 8] z", a=np.float32(1 / 1200))
+    assert found == {"z": pytest.approx(1200)}
+
+
 def test_the_level_of_sound_is_also_that_of_int16() -> None:
     level = "q = Mul (x, x) m = ReduceMean <axes = [1]> (q) y = Sqrt (m)"
     assert powers(level).levels == {"x"}
-    ends = [far.high for far in all_of(f"(float[1, 400] x) => (y) {{ {level} }}")["x"].far]
-    assert max(ends) == 32768
+    for shape in ("1, 400", "1, 2, 400"):
+        ends = [far.high for far in all_of(f"(float[{shape}] x) => (y) {{ {level} }}")["x"].far]
+        assert max(ends) == 32768
     ends = [far.high for far in all_of(f"(float[4, 8] x) => (y) {{ {level} }}")["x"].far]
     assert max(ends) == 2048
 
@@ -278,13 +286,15 @@ def test_windows_of_running_sums_are_of_all_sizes() -> None:
 @pytest.mark.parametrize(
     ("nodes", "size"),
     [
-        ("y = Div (x, z)", 2**15),
+        ("y = Div (x, z)", 2**19),
         # Smoothed.
-        ("a = Add (x, a) b = Add (z, two) y = Div (a, b)", 2**15),
+        ("a = Add (x, a) b = Add (z, two) y = Div (a, b)", 2**19),
         # Means with weights.
-        ("p = Mul (x, z) s = ReduceSum (p, last) w = ReduceSum (z, last) y = Div (s, w)", 2**15),
-        # Differences and layers.
-        ("d = Sub (x, z) y = Div (d, z)", None),
+        ("p = Mul (x, z) s = ReduceSum (p, last) w = ReduceSum (z, last) y = Div (s, w)", 2**19),
+        # Relative changes.
+        ("d = Sub (x, z) y = Div (d, z)", 2**19),
+        # Other differences, and layers.
+        ("d = Sub (x, a) y = Div (d, z)", None),
         ("h = MatMul (x, weights) y = Div (h, z)", None),
     ],
 )
@@ -312,6 +322,29 @@ def test_amounts_of_which_a_root_or_a_logarithm_is_taken_are_beyond_the_format(
     assert sizes(nodes) == ({} if size is None else {"x": size})
     # Integers have an end of their own.
     assert sizes(f"f = Cast <to = 1> (n) {nodes.replace('(x', '(f')}", "int64[4, 8] n") == {}
+
+
+INTEREST = """y = Loop (months, , x) <body = month (int64 i, bool go, float[4, 8] s) =>
+    (bool stays, float[4, 8] t) { stays = Identity (go) m = Mul (s, r) n = Add (s, m) BODY }>"""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("t = Sub (n, p)", {"x": 2.0**19, "p": 2.0**19}),
+        ("u = Sub (n, p) t = Relu (u)", {"x": 2.0**19, "p": 2.0**19}),
+        ("t = Tanh (n)", {}),
+        ("t = MatMul (n, weights)", {}),
+    ],
+)
+def test_what_a_loop_makes_more_or_less_of_is_of_all_sizes(
+    body: str, expected: dict[str, float]
+) -> None:
+    inputs = "float[4, 8] x, float[1, 1] p, float[1, 1] r"
+    weights = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    stored = {"weights": weights, "months": np.int64(12), "c": np.float32(0.1)}
+    found = sizes(INTEREST.replace("BODY", body), inputs, **stored)
+    assert {name: size for name, size in found.items() if name != "r"} == expected
 
 
 def test_a_bright_picture_has_small_differences_where_its_local_variance_counts() -> None:

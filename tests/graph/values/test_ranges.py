@@ -206,7 +206,7 @@ def test_a_mask_by_whose_values_coordinates_are_multiplied_has_larger_ones_too()
     places = np.arange(4, dtype=np.float32)
     found = all_of(f"{head} {{ p = Mul (mask, places) {centre} }}", places=places)
     assert replace(found["mask"], far=(), signed=True) == Range(0.0, 1.0, True, 1.0)
-    ends = [(size / 4, size) for size in (32, 128, 512, 2048, 8192, 32768)]
+    ends = [(size / 4, size) for size in (2.0**exponent for exponent in range(5, 20, 2))]
     assert spans(found["mask"]) == ends
     # It hides values of an input, and of a table.
     assert not all_of(f"{head} {{ p = Mul (mask, x) {centre} }}")["mask"].far
@@ -758,6 +758,13 @@ def test_constants_that_reach_a_value_with_others_are_beside_it_too() -> None:
             "d = Sub (x, z) e = Div (d, k) f = Div (e, k) g = Div (f, k) y = Div (g, k)",
             {"x": [(32752, 32.752), (32752, 8.188)], "z": [(32752, 32.752), (32752, 8.188)]},
         ),
+        # The logarithm of a quotient is a difference.
+        (
+            "float",
+            "q = Div (x, z) y = Log (q)",
+            {"x": [(1000, 1), (1000, 0.25)], "z": [(1000, 1), (1000, 0.25)]},
+        ),
+        ("float", "q = Div (x, z) y = Tanh (q)", {}),
         ("float", "a = Mul (x, k) y = Sub (a, z)", {}),
         ("float", "y = Add (x, z)", {}),
         # A pole, of which no value is near.
@@ -784,6 +791,26 @@ def test_two_inputs_whose_difference_counts_have_a_common_offset(
         if (near := spans(replace(range_, far=tuple(far for far in range_.far if far.is_offset))))
     }
     assert offsets == expected
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "m = ReduceMean <axes = [1]> (f) y = Div (f, m)",
+        "a = Slice (f, one, nine, one) b = Slice (f, zero, eight, one) y = Div (a, b)",
+    ],
+)
+@pytest.mark.parametrize(
+    ("types", "far"), [("float", (1000, 0.25)), ("int32", (48000, 16)), ("uint8", None)]
+)
+def test_a_series_is_divided_by_its_mean_or_its_neighbours_beside_an_offset(
+    types: str, far: tuple[float, float] | None, nodes: str
+) -> None:
+    numbers = {"zero": [0], "one": [1], "eight": [8], "nine": [9]}
+    stored = {name: np.array(value) for name, value in numbers.items()}
+    found = all_of(f"({types}[1, 9] x) => (y) {{ f = Cast <to = 1> (x) {nodes} }}", **stored)["x"]
+    offsets = spans(replace(found, far=tuple(far for far in found.far if far.is_offset)))
+    assert offsets[-1:] == ([far] if far else [])
 
 
 @pytest.mark.parametrize(
