@@ -86,7 +86,7 @@ class Far:
     ``shape`` of a constant, with the standard deviations ``spreads``, as multiples of ``unit`` if that is not
     0. Each number is around any of several ``centers`` without a shape. ``is_offset``: whether the center is
     an offset of which only the size beside the spread counts; such numbers are between ``low`` and ``high``,
-    unless both are 0.
+    unless both are 0. ``is_counted``: whether what the numbers count repeats, as the hours of days do.
     """
 
     low: float = 0.0
@@ -96,6 +96,7 @@ class Far:
     shape: tuple[int, ...] = ()
     unit: float = 0.0
     is_offset: bool = False
+    is_counted: bool = False
 
     @property
     def is_larger(self) -> bool:

@@ -47,7 +47,7 @@ BUDGET = 4e9
 and the same number of samples on all machines."""
 
 _FEW_VALUES = 4
-"""The most values of an input that get several samples beside an offset."""
+"""The most values of an input that get several samples beside an offset, or where they are in a turn."""
 
 _LIMIT, _MIN_SAMPLES = 1e12, 2
 """The same for at most `FEW_SAMPLES`: some minutes, as simulators need. Larger models get fewer, but at least
@@ -223,8 +223,8 @@ def _far(
         dict(itertools.chain(*map(dict.items, around[number::room])))
         for number in range(min(room, len(around)))
     ]
-    # A single difference may be right by chance.
-    few = [group for group in separate if _has_few_differences(group, inputs)]
+    # A single difference may be right by chance, and so may one moment.
+    few = [group for group in (*groups, *separate) if _may_be_right(group, inputs)]
     left = max(0, MAX_FAR - len(groups) - len(separate))
     repeated = itertools.islice(itertools.cycle(few), left)
     names: Counter[str] = Counter()
@@ -241,9 +241,12 @@ def _far(
         yield Sample(name, (feeds,), "far", usual=False, far=values)
 
 
-def _has_few_differences(group: Mapping[str, Far], inputs: Sequence[TensorFacts]) -> bool:
-    """Whether only differences of the inputs in ``group`` count, and these have few values."""
-    if not all(far.is_offset for far in group.values()):
+def _may_be_right(group: Mapping[str, Far], inputs: Sequence[TensorFacts]) -> bool:
+    """Whether few values of the inputs in ``group`` may be right by chance: only their differences count, or
+    where they are in a turn.
+    """
+    is_offset = all(far.is_offset for far in group.values())
+    if not (is_offset or any(far.is_counted for far in group.values())):
         return False
     shapes = (tensor.sizes for tensor in inputs if tensor.name in group)
     counts = (math.prod(size for size in shape if isinstance(size, int)) for shape in shapes)

@@ -151,6 +151,14 @@ def test_single_values_beside_an_offset_have_several_samples() -> None:
         assert len({float(sample.feeds["x"].ravel()[0]) for sample in found}) == number
 
 
+def test_single_moments_that_are_counted_have_several_samples() -> None:
+    far = tuple(Far(size / 2, size, is_counted=True) for size in (2400.0, 9600.0))
+    for size, number in ((1, 8), (20, 2)):
+        tensor = TensorFacts("x", "float32", (size,))
+        hours = [s for s in fed([tensor], {"x": replace(OPEN, far=far)}) if s.far]
+        assert len({float(sample.feeds["x"].ravel()[0]) for sample in hours}) == number
+
+
 def test_what_the_graph_bounds_is_usual_and_within_its_range() -> None:
     ranges = {"x": Range(-1, 6, known=True), "i": Range(2, 4, known=True, whole=True)}
     found = fed([X, I], ranges)

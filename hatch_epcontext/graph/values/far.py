@@ -71,11 +71,11 @@ _BUCKETS = 100
 _SECONDS = frozenset({3600, 86400, 604800})
 """Hours, days and weeks in seconds: seconds since 1970 have 32 bits until 2038."""
 
-_FIELDS = frozenset({7, 12, 24, 31, 52, 53, 60, 168, 360, 365, 366, 1440})
-"""What makes a whole turn where nobody counts on: days, months, hours, minutes and degrees."""
+_ANGLES = (math.tau, 90.0, 120.0, 180.0, 360.0, 720.0)
+"""The turns of angles in radians, and of halves and multiples of angles in degrees."""
 
-_FEWEST, _TURNS = 1.01 * math.tau, 100.0
-"""The period above which an angle has a unit other than radians, and how many turns other counts have."""
+_TURNS, _TIMES = 100.0, (1.0, 4.0)
+"""How many turns counts have that are no angles, and how many times that: hours of years are more."""
 
 _MAX_VALUES = 4
 """The most other values of a number that is compared."""
@@ -127,7 +127,7 @@ class Uses:
     neighbours, their mean or another input.
     ``size`` and ``degree``: up to which their powers matter, and the largest degree of these, see `powers`.
     ``is_wide``: whether such values differ in size. ``beside``: the largest constant that it adds to them.
-    ``turn``: the shortest turn of angles that they are. ``is_weight``: whether it multiplies stored numbers
+    ``turn``: the shortest turn of what they count on, such as hours; infinite for angles. ``is_weight``: whether it multiplies stored numbers
     that differ, such as coordinates, by them. ``exponent``: the largest integer of which, as the exponent of
     a stored number, the power is a float16.
     """
@@ -152,9 +152,7 @@ class Uses:
     @property
     def turns(self) -> float:
         """The largest value that is usual where they are counted on, as days since a start; else 0."""
-        turn = 0.0 if math.isinf(self.turn) else self.turn
-        is_field = round(turn) in _FIELDS and abs(turn - round(turn)) < 1e-4 * turn
-        return 0.0 if turn < _FEWEST or is_field else _TURNS * turn
+        return 0.0 if math.isinf(self.turn) else _TURNS * self.turn
 
     @property
     def least(self) -> float:
@@ -225,6 +223,8 @@ class UsesOfInputs:
         self._add_product(node)
         self._add_exponent(node)
         operator = node.op_type if node.domain in graph.STANDARD else ""
+        if operator in _PERIODIC or operator == "Mod":
+            self._add_turn(node)
         if operator in _OF_SIGNALS:
             for term in self._terms.of(node.input[0]):
                 self.of[term.input].is_signal = True
@@ -240,8 +240,6 @@ class UsesOfInputs:
                 scaled = term.times(factor)
                 floats = InFloats(scaled.scale, scaled.offset, term.several)
                 self.of[term.input].floats = floats
-        elif operator in _PERIODIC:
-            self._add_turn(node)
         elif operator in ("Div", "Log", "Mod"):
             self._add_reach(node)
             self._add_difference(node)
@@ -258,9 +256,19 @@ class UsesOfInputs:
                     self.of[term.input].is_weight = True
 
     def _add_turn(self, node: onnx.NodeProto) -> None:
-        for term in self._numbers(node.input[0]):
-            uses = self.of[term.input]
-            uses.turn = min(uses.turn, math.tau / abs(term.scale))
+        """Angles have a turn or two. What a graph scales otherwise before a sine, or before a remainder of
+        floats, is counted on, as hours are.
+        """
+        dtype = self.scope.dtype(node.input[0])
+        is_sine = node.op_type in _PERIODIC
+        if not is_sine and (dtype is None or not is_float(dtype)):
+            return
+        period = math.tau if is_sine else max(map(abs, ends(node.input[1], self.scope)), default=0)
+        for term in self._numbers(node.input[0]) if period else ():
+            uses, turn = self.of[term.input], period * term.parts / abs(term.scale)
+            is_angle = any(math.isclose(turn, angle, rel_tol=1e-2) for angle in _ANGLES)
+            if not is_angle and not (is_sine and turn < math.tau):
+                uses.turn = min(uses.turn, turn)
 
     def _add_exponent(self, node: onnx.NodeProto) -> None:
         bases = map(abs, ends(node.input[0], self.scope)) if node.op_type == "Pow" else ()
@@ -611,10 +619,10 @@ def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
 
 
 def _counted_on(ordinary: Range, uses: Uses, most: float) -> Iterator[Far]:
-    """Many turns of an angle, such as days since a start, at ``most``."""
-    size = min(uses.turns, most)
-    if size / 2 > max(-ordinary.low, ordinary.high):
-        yield Far(size / 2, size)
+    """Many turns, such as hours since a start, at ``most``."""
+    sizes = dict.fromkeys(min(times * uses.turns, most) for times in _TIMES)
+    least = max(-ordinary.low, ordinary.high)
+    yield from (Far(size / 2, size, is_counted=True) for size in sizes if size / 2 > least)
 
 
 def _expected(scale: float) -> float:

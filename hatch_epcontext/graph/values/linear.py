@@ -11,6 +11,7 @@ import onnx
 
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph.dtypes import is_float
 from hatch_epcontext.graph.scope import Scope
 
 _MAX_TERMS = 8
@@ -25,7 +26,8 @@ class LinearTerm:
     """A value that is ``scale`` times the input called ``input``, plus ``offset``.
 
     ``whole``: it was rounded on the path. ``truth``: whether it became a boolean, by ``"itself"`` or because
-    it was ``"compared"``. ``masked``: it is 0 where a boolean is false. ``several``: it is a part of a sum.
+    it was ``"compared"``. ``masked``: it is 0 where a boolean is false. ``parts``: of how many values it is a
+    sum, by which ``scale`` and ``offset`` are multiplied: it is within limits if each of these is.
     """
 
     input: str
@@ -34,7 +36,7 @@ class LinearTerm:
     whole: bool = False
     truth: Literal["", "itself", "compared"] = ""
     masked: bool = False
-    several: bool = False
+    parts: int = 1
 
     def plus(self, number: float) -> LinearTerm:
         return replace(self, offset=self.offset + number)
@@ -43,9 +45,18 @@ class LinearTerm:
         """The product with ``factor``, which is not 0."""
         return replace(self, scale=self.scale * factor, offset=self.offset * factor)
 
+    def summed(self, count: int) -> LinearTerm:
+        """That of a sum of ``count`` such values."""
+        return replace(self.times(count), parts=self.parts * count)
+
     def input_of(self, value: float) -> float:
         """The value of the input for which the term is ``value``."""
         return (value - self.offset) / self.scale
+
+    @property
+    def several(self) -> bool:
+        """Whether it is a part of a sum."""
+        return self.parts > 1
 
     @property
     def is_finite(self) -> bool:
@@ -148,10 +159,20 @@ def _added(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[
     elif first:
         yield from (term.plus(number) for term in right for number in first)
     elif left and right:
-        # Masked summands take turns. Of others the sum is within limits if twice each of them is.
+        # Masked summands take turns.
         masked = all(term.masked for term in (*left, *right))
-        terms = (term if masked else term.times(2) for term in (*left, *right))
-        yield from (replace(term, several=True) for term in terms)
+        yield from (term if masked else term.summed(2) for term in (*left, *right))
+
+
+def _accumulated(
+    node: onnx.NodeProto, operands: _Operands, scope: Scope
+) -> Iterator[LinearTerm]:
+    """Of floats, such as the angles of joints: sums of integers are positions of what a mask keeps."""
+    dtype, axis = scope.dtype(node.input[0]), scope.constant(node.input[1])
+    sizes = scope.sizes(node.input[0])
+    size = sizes[int(axis.item())] if axis is not None and sizes else None
+    if size and dtype is not None and is_float(dtype):
+        yield from (term.summed(size) for term in operands[0])
 
 
 def _multiplied(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearTerm]:
@@ -196,6 +217,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("Add", "Sub"), _added),
     **dict.fromkeys(("Clip", "Concat", "Max", "Min"), lambda node, operands, scope: _any(operands)),
     "Cast": _cast,
+    "CumSum": _accumulated,
     "Where": lambda node, operands, scope: (*operands[1], *operands[2]),
     "Mul": _multiplied,
     "Div": _divided,

@@ -186,7 +186,9 @@ def narrowed(
         return run
     wrong = [name for name in larger if is_wrong([name])] or larger
     right, factor = run.far[wrong[0]].low / run.far[wrong[0]].high, 1.0
-    for _ in range(_HALVINGS):
+    # What is counted may be right by chance, at some of its moments.
+    is_counted = any(run.far[name].is_counted for name in wrong)
+    for _ in range(0 if is_counted else _HALVINGS):
         middle = math.sqrt(right * factor)
         right, factor = (right, middle) if is_wrong(wrong, middle) else (middle, factor)
     others = {name: far for name, far in run.far.items() if name not in larger}

@@ -250,6 +250,14 @@ def test_what_is_subtracted_from_clipped_values_is_not_negative() -> None:
     assert found == dict.fromkeys(("c", "s"), Range(0, 320, known=True))
 
 
+def test_angles_that_are_added_up_are_within_a_turn_together() -> None:
+    text = """(float[1, 3] x) => (float[1, 3] y) <float k = {0.0174532925}, int64 axis = {1}>
+        { a = Mul (x, k) c = CumSum (a, axis) y = Cos (c) }"""
+    range_ = ranges(text)["x"]
+    assert range_.known
+    assert (range_.low, range_.high) == pytest.approx((-60, 120))
+
+
 def test_floats_that_become_indices_are_whole() -> None:
     found = ranges(
         "(float[2] x) => (float[] y) { i = Cast <to = 7> (x) y = Gather (table, i) }", table=(7, 3)
@@ -525,18 +533,33 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
             { c = Cast <to = 1> (x) d = Mul (c, k) y = Exp (d) }""",
             [(-1000, 1000), (-16000, 16000)],
         ),
-        # Ticks are counted on, as days of which a year has 365.25, and no hours or radians.
+        # Ticks are counted on, as days and hours, and no radians or degrees.
         (
             """(int32[4] x) => (float[4] y) <float k = {0.0015339808}>
             { c = Cast <to = 1> (x) d = Mul (c, k) y = Sin (d) }""",
-            [(-1000, 1000), (204800, 409600)],
+            [(-1000, 1000), (204800, 409600), (409600, 819200)],
         ),
         (
             "(float[4] x) => (float[4] y) <float k = {0.0172024238}> { d = Mul (x, k) y = Cos (d) }",
-            [(18262.5, 36525)],
+            [(18262.5, 36525), (32752, 65504)],
         ),
         (
             "(float[4] x) => (float[4] y) <float k = {0.2617993878}> { d = Mul (x, k) y = Cos (d) }",
+            [(1200, 2400), (4800, 9600)],
+        ),
+        (
+            """(float[4] x) => (float[4] y) <float k = {30}, float turn = {360}>
+            { d = Mul (x, k) y = Mod <fmod = 1> (d, turn) }""",
+            [(600, 1200), (2400, 4800)],
+        ),
+        (
+            """(float[4] x) => (float[4] y) <float k = {0.0174532925}, float two = {2}>
+            { d = Mul (x, k) e = Mul (d, two) s = Sin (e) c = Cos (d) y = Mul (s, c) }""",
+            [],
+        ),
+        (
+            """(float[4] x) => (float[4] y) <float k = {0.0174532925}, int64 zero = {0}>
+            { d = Mul (x, k) e = CumSum (d, zero) y = Sin (e) }""",
             [],
         ),
         ("(int32[4] x) => (float[4] y) { c = Cast <to = 1> (x) y = Cos (c) }", [(-1000, 1000)]),
