@@ -232,7 +232,7 @@ class Scope:
             return None
         if not axes.size:
             return None if graph.number(node, "noop_with_empty_axes", 0) else [*range(len(sizes))]
-        return [int(axis) % len(sizes) for axis in axes]
+        return [int(axis) % len(sizes) for axis in axes.ravel()]
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a value; None if it is unknown or has an open dimension."""

@@ -103,6 +103,9 @@ def test_the_arithmetic_ends_where_the_provider_declares_it(
         # The end is that of a sum.
         (replace(BYTES, reach=8e6, floats=InFloats(2e-3, several=True)), False),
         (replace(BYTES, floats=InFloats(2, several=True, wide=True)), True),
+        # A difference in years, and in days.
+        (replace(BYTES, gain=2, floats=InFloats(2 / 31557600, several=True)), True),
+        (replace(BYTES, gain=2, floats=InFloats(2 / 86400, several=True)), False),
         (Range(0, 9, True, whole=True, reach=2.0**53), False),
     ],
 )

@@ -55,11 +55,12 @@ _OF_POSITIONS |= {"Add", "Cast", "Clip", "Max", "Mul", "Sub", "Where"}
 class Bound:
     """The operand number ``operand`` is between ``low`` and ``high``, both included.
 
-    ``kind``: an ``"index"`` must stay within the bounds; so must a ``"length"``, whose ``high`` is infinite
-    if the graph does not show what it measures; values beyond a ``"clip"`` have no effect; a ``"mask"`` is
-    true or false; a ``"choice"`` is one of the values with which a number is compared, a ``"member"``
-    one of several in order; an ``"image"`` is convolved; a ``"divisor"`` is not near 0; a ``"factor"`` is
-    multiplied with other values, or divides them; values beyond a ``"turn"`` repeat those within.
+    ``kind``: an ``"index"`` must stay within the bounds, and so must integers of few bits; a ``"length"``
+    too, whose ``high`` is infinite if the graph does not show what it measures; values beyond a ``"clip"``
+    have no effect; a ``"mask"`` is true or false; a ``"choice"`` is one of the values with which a number is
+    compared, a ``"member"`` one of several in order; an ``"image"`` is convolved; a ``"divisor"`` is not near
+    0; a ``"factor"`` is multiplied with other values, or divides them; values beyond a ``"turn"`` repeat
+    those within.
     ``usual``: the value in normal use. ``whole``: it is rounded first.
     """
 
@@ -387,6 +388,29 @@ def _choice(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
     yield Bound(0, 0, 1, "mask", 1 if is_mask else None)
 
 
+def _negative_bits(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
+    """Integers of few bits, the upper half of which is made negative."""
+    condition = scope.maker(node.input[0])
+    if condition is None or condition.op_type not in operators.COMPARES:
+        return
+    compared = [
+        (condition.input[number], members[0])
+        for number, members in _compared(condition, scope)
+        if members.size == 1
+    ]
+    for operand, other in ((1, 2), (2, 1)):
+        shifted = scope.maker(node.input[other])
+        if shifted is None or shifted.op_type not in ("Add", "Sub"):
+            continue
+        (end, *others), name = (
+            map(abs, ends(shifted.input[1], scope) or (0.0,)),
+            node.input[operand],
+        )
+        is_half = any(n == name and half in (end / 2, end / 2 - 1) for n, half in compared)
+        if is_half and shifted.input[0] == name and not others and math.frexp(end)[0] == 0.5:
+            yield Bound(operand, 0, end - 1)
+
+
 def _mask(operand: int) -> _Rule:
     return _fixed(Bound(operand, 0, 1, "mask", 1))
 
@@ -425,7 +449,7 @@ _RULES: Mapping[str, _Rule] = {
     "Clip": _clip,
     "CumSum": _counted,
     "QuantizeLinear": _quantize,
-    "Where": _choice,
+    "Where": _all(_choice, _negative_bits),
     # Tokens, segments and positions, each with its table.
     "com.microsoft.EmbedLayerNormalization": _all(
         *(_index(operand, table, 0) for operand, table in ((0, 2), (1, 4), (8, 3))), _mask(7)

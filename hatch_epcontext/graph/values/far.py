@@ -65,6 +65,9 @@ _DIGITS = 5
 _LONG = 1000
 """The divisor from which a division is of large integers, as of times and identifiers."""
 
+_FEWEST_LEVELS, _SLIGHT = 128.0, 0.01
+"""The least full scale, and the part of it that only keeps values from 0."""
+
 _BUCKETS = 100
 """The modulus from which a remainder is that of identifiers."""
 
@@ -122,14 +125,16 @@ class Uses:
 
     ``centers``: constants that it subtracts, or compares with. ``indexed``: the size of an axis in which they
     are indices. ``is_signal``: whether a filter reads them. ``scale``: the smallest factor by which it
-    multiplies them. ``gain``: as in `Range`. ``floats`` and ``reach``: as in `Range`. ``skipping``: the
-    value for which a Loop has no iteration. ``is_shifted``: whether it subtracts them, as floats, from
-    neighbours, their mean or another input.
+    multiplies them. ``gain``: as in `Range`, of what it multiplies by stored integers; ``product``: of what
+    it multiplies by each other. ``floats`` and ``reach``: as in `Range`. ``long``: the largest integer by
+    which it divides them, if that shows that they are large; ``in_digits``: whether it takes their decimal
+    digits apart. ``skipping``: the value for which a Loop has no iteration. ``is_shifted``: whether it
+    subtracts them, as floats, from neighbours, their mean or another input.
     ``size`` and ``degree``: up to which their powers matter, and the largest degree of these, see `powers`.
     ``is_wide``: whether such values differ in size. ``beside``: the largest constant that it adds to them.
-    ``turn``: the shortest turn of what they count on, such as hours; infinite for angles. ``is_weight``: whether it multiplies stored numbers
-    that differ, such as coordinates, by them. ``exponent``: the largest integer of which, as the exponent of
-    a stored number, the power is a float16.
+    ``turn``: the shortest turn of what they count, such as hours; infinite for angles. ``is_weight``: whether
+    it multiplies stored numbers that differ, such as coordinates, by them. ``exponent``: the largest integer
+    of which, as the exponent of a stored number, the power is a float16.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -137,8 +142,11 @@ class Uses:
     is_signal: bool = False
     scale: float = 1.0
     gain: float = 1.0
+    product: float = 1.0
     floats: InFloats | None = None
     reach: float = 0.0
+    long: float = 0.0
+    in_digits: bool = False
     skipping: float | None = None
     is_shifted: bool = False
     size: float = 0.0
@@ -153,6 +161,14 @@ class Uses:
     def turns(self) -> float:
         """The largest value that is usual where they are counted on, as days since a start; else 0."""
         return 0.0 if math.isinf(self.turn) else _TURNS * self.turn
+
+    @property
+    def divided(self) -> float:
+        """How large integers are that the graph divides, or of which it takes a remainder; 0 if it does not.
+
+        Of decimal digits the first part has as many as the others together: that of a date is the year.
+        """
+        return self.long**2 if self.in_digits or not self.long else _MAX_EXACT
 
     @property
     def least(self) -> float:
@@ -222,9 +238,9 @@ class UsesOfInputs:
         self._add_weights(node)
         self._add_product(node)
         self._add_exponent(node)
+        self._add_sum(node)
+        self._add_turn(node)
         operator = node.op_type if node.domain in graph.STANDARD else ""
-        if operator in _PERIODIC or operator == "Mod":
-            self._add_turn(node)
         if operator in _OF_SIGNALS:
             for term in self._terms.of(node.input[0]):
                 self.of[term.input].is_signal = True
@@ -255,19 +271,32 @@ class UsesOfInputs:
                 for term in self._numbers(node.input[one]):
                     self.of[term.input].is_weight = True
 
+    def _add_sum(self, node: onnx.NodeProto) -> None:
+        """Integers of which many are added up are so small that the sum is one."""
+        dtype = self.scope.dtype(node.input[0]) if node.op_type in ("CumSum", "ReduceSum") else None
+        if dtype is None or dtype.kind not in "iu":
+            return
+        sizes = self.scope.sizes(node.input[0]) or ()
+        count = math.prod(sizes[axis] or 1 for axis in self.scope.axes(node) or ())
+        for term in self._numbers(node.input[0]):
+            uses = self.of[term.input]
+            uses.gain = max(uses.gain, abs(term.scale) * count)
+
     def _add_turn(self, node: onnx.NodeProto) -> None:
         """Angles have a turn or two. What a graph scales otherwise before a sine, or before a remainder of
         floats, is counted on, as hours are.
         """
         dtype = self.scope.dtype(node.input[0])
-        is_sine = node.op_type in _PERIODIC
-        if not is_sine and (dtype is None or not is_float(dtype)):
+        if node.op_type in _PERIODIC:
+            period = math.tau
+        elif node.op_type == "Mod" and dtype is not None and is_float(dtype):
+            period = max(map(abs, ends(node.input[1], self.scope)), default=0.0)
+        else:
             return
-        period = math.tau if is_sine else max(map(abs, ends(node.input[1], self.scope)), default=0)
         for term in self._numbers(node.input[0]) if period else ():
             uses, turn = self.of[term.input], period * term.parts / abs(term.scale)
             is_angle = any(math.isclose(turn, angle, rel_tol=1e-2) for angle in _ANGLES)
-            if not is_angle and not (is_sine and turn < math.tau):
+            if not is_angle and not (node.op_type in _PERIODIC and turn < math.tau):
                 uses.turn = min(uses.turn, turn)
 
     def _add_exponent(self, node: onnx.NodeProto) -> None:
@@ -312,8 +341,7 @@ class UsesOfInputs:
         if dtype is None or dtype.kind not in "iu" or is_stored:
             return
         for term in (term for name in node.input for term in self._numbers(name)):
-            uses = self.of[term.input]
-            uses.gain = max(uses.gain, _LARGE ** (2 / 3))
+            self.of[term.input].product = _LARGE ** (2 / 3)
 
     def _add_reach(self, node: onnx.NodeProto) -> None:
         """A logarithm is of numbers of all sizes, also of differences. A remainder uses all digits of
@@ -327,21 +355,26 @@ class UsesOfInputs:
         is_modulo = node.op_type == "Mod"
         divisors = np.zeros(0) if other is None else other
         is_long = is_whole and _is_long(divisors, _BUCKETS if is_modulo else _LONG)
-        for term in self._numbers(node.input[0]):
+        terms = [*self._numbers(node.input[0])]
+        # Values of one input that are subtracted from each other, such as times, are near each other.
+        has_others = len({term.input for term in terms}) > 1
+        for term in terms:
             is_plain = is_long and term.scale == 1 and not term.several
             is_hash = is_long and is_modulo and abs(term.scale) >= _LONG
             uses = self.of[term.input]
-            if node.op_type == "Log" and uses.floats:
+            if node.op_type == "Log" and uses.floats and has_others:
                 uses.floats = replace(uses.floats, wide=True)
-            if is_hash or is_plain:
+            if is_hash:
                 uses.reach = _MAX_EXACT
+            elif is_plain:
+                uses.long = max(uses.long, float(np.abs(divisors).max()))
             elif node.op_type == "Log" and not term.several:
-                expected = _expected(abs(term.scale))
-                uses.reach = max(uses.reach, _MAX_AMOUNT, _MANY * expected)
+                uses.reach = max(uses.reach, _full_scale(term) or _of_logarithm(term))
             elif is_modulo and is_whole and abs(term.scale) < 1 and not term.several:
                 # As the bytes of an address.
-                whole = float(np.abs(divisors).max(initial=0)) / abs(term.scale)
-                uses.reach = max(uses.reach, whole)
+                modulus, divisor = float(np.abs(divisors).max(initial=0)), 1 / abs(term.scale)
+                uses.reach = max(uses.reach, modulus * divisor)
+                uses.in_digits |= _is_decimal(modulus) and _is_decimal(divisor)
 
     def _add_centers(self, node: onnx.NodeProto) -> None:
         for operand, other in ((0, 1), (1, 0)):
@@ -488,6 +521,27 @@ def _is_long(divisors: Numbers, least: int) -> bool:
     return bool((sizes >= least).any()) and not (are_powers.all() or all(of_clocks))
 
 
+def _of_logarithm(term: LinearTerm) -> float:
+    """The largest integer of which a logarithm is usual, of all sizes."""
+    return max(_MAX_AMOUNT, _MANY * _expected(abs(term.scale)))
+
+
+def _full_scale(term: LinearTerm) -> float:
+    """The largest integer of some bits that a graph scales to 1, as what a sensor has above black; else 0."""
+    one = term.input_of(1.0)
+    if one < _FEWEST_LEVELS:
+        return 0.0
+    full = 2.0 ** round(math.log2(one)) - 1
+    is_full = abs(term.scale * full + term.offset - 1) < _SLIGHT
+    return full if is_full else 0.0
+
+
+def _is_decimal(number: float) -> bool:
+    """Whether ``number`` is 10 or a power of that."""
+    exponent = round(math.log10(number)) if number >= 1 else 0
+    return exponent > 0 and math.isclose(number, 10.0**exponent)
+
+
 def _unit_of(constants: Numbers) -> float:
     """That of the last decimal digit of ``constants``, at most 1."""
     exponents = (Decimal(str(number)).as_tuple().exponent for number in constants.ravel())
@@ -517,9 +571,12 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     shifted = uses.scale if uses.is_shifted and not looks_like_image(facts) else 0.0
     ordinary = replace(ordinary, thresholds=uses.thresholds, least=uses.least, shifted=shifted)
     if not is_float(dtype):
-        reach = max(uses.reach, uses.turns, _expected(uses.scale) if uses.scale < 1 else 0.0)
+        scaled = _expected(uses.scale) if uses.scale < 1 else 0.0
+        reach = max(uses.reach, uses.divided, uses.turns, scaled)
         reach = 0.0 if ordinary.is_firm else reach
-        integers = replace(ordinary, floats=uses.floats, reach=reach, gain=uses.gain)
+        ordinary, reach = _within_integers(ordinary, reach, _LARGE // uses.gain)
+        gain = max(uses.gain, uses.product)
+        integers = replace(ordinary, floats=uses.floats, reach=reach, gain=gain)
         return replace(integers, far=tuple(_far_integers(facts, integers, uses)))
     if not ordinary.is_open:
         larger = (*_larger(facts, uses), *_counted_on(ordinary, uses, _IN_FLOATS))
@@ -537,6 +594,18 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     elif not (far or ordinary.shifted or ordinary.standardized) and uses.scale < 1 / _SCALED:
         far.append(Far(centers=(0.0,), spreads=(_expected(uses.scale) / DEVIATIONS,)))
     return replace(ordinary, far=tuple(far), sound=sound)
+
+
+def _within_integers(ordinary: Range, reach: float, most: float) -> tuple[Range, float]:
+    """``ordinary`` up to ``most``, and its ``reach``: what the graph allows beyond, as rows of a table for
+    the first bytes of addresses, is left to what EPs declare.
+    """
+    low, high = max(ordinary.low, -most), min(ordinary.high, most)
+    is_beyond = (low, high) != (ordinary.low, ordinary.high)
+    if not (ordinary.known and ordinary.usual is None and is_beyond and low < high):
+        return ordinary, reach
+    allowed = max(-ordinary.low, ordinary.high)
+    return replace(ordinary, low=low, high=high, loose=True), max(reach, allowed)
 
 
 def _around_means(facts: TensorFacts, ordinary: Range, uses: Uses) -> tuple[Range, Uses]:
@@ -647,7 +716,7 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
     if highest <= ordinary.high:
         return
     offset = uses.floats.offset if uses.floats else 0.0
-    largest = min(highest, _LARGE / uses.gain, uses.exponent)
+    largest = min(highest, _LARGE / ordinary.gain, uses.exponent)
     if uses.floats:
         # What overflows floats is no fault of integers: they are as large as the graph expects.
         largest = min(largest, abs(_IN_FLOATS / uses.floats.factor))

@@ -164,9 +164,7 @@ def _added(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[
         yield from (term if masked else term.summed(2) for term in (*left, *right))
 
 
-def _accumulated(
-    node: onnx.NodeProto, operands: _Operands, scope: Scope
-) -> Iterator[LinearTerm]:
+def _accumulated(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearTerm]:
     """Of floats, such as the angles of joints: sums of integers are positions of what a mask keeps."""
     dtype, axis = scope.dtype(node.input[0]), scope.constant(node.input[1])
     sizes = scope.sizes(node.input[0])

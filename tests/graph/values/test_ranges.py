@@ -702,6 +702,65 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
     assert all_of(text)["x"].floats == InFloats(2, 0, several=True)
 
 
+def test_times_of_one_input_are_near_each_other_and_of_two_have_all_differences() -> None:
+    text = """({}) => (float[7] y) <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] end = {{9}},
+        int64[1] last = {{-1}}> {{ a = Slice (x, one, end) b = Slice ({}, zero, last)
+        d = Sub (a, b) c = Cast <to = 1> (d) y = Log (c) }}"""
+    for types, other, wide in (("int64[8] x", "x", False), ("int64[8] x, int64[8] z", "z", True)):
+        floats = all_of(text.format(types, other))["x"].floats
+        assert floats is not None
+        assert (floats.several, floats.wide) == (True, wide)
+
+
+def test_integers_that_are_added_up_end_where_the_sum_does() -> None:
+    text = """(int64[1, 8] x, int64[1, 8] z) => (int64[1, 8] y) <int64 axis = {1}>
+        { d = Sub (x, z) y = CumSum (d, axis) }"""
+    range_ = all_of(text)["x"]
+    assert range_.gain == 16
+    assert max(high for _, high in spans(range_)) == (2**31 - 1) / 16
+    assert (
+        all_of("(int64[4, 8] x) => (int64[4] y) { y = ReduceSum <axes = [1]> (x) }")["x"].gain == 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ends", "reach"),
+    [
+        # The first byte of an address, and of 16 bits.
+        ("i = Div (x, byte4)", (0, 2**31 - 1), 255 * 2**24),
+        ("i = Div (x, byte2)", (0, 255 * 2**8), 0),
+        # The largest difference, of which each has half.
+        ("d = Sub (x, z) i = Div (d, byte4)", (0, 2**30 - 1), 255 * 2**23),
+    ],
+)
+def test_what_a_graph_accepts_beyond_integers_of_32_bits_is_left_to_the_provider(
+    nodes: str, ends: tuple[float, float], reach: float
+) -> None:
+    text = f"""(int64[4] x, int64[4] z) => (float[] y, int64[] v)
+        <int64 byte4 = {{16777216}}, int64 byte2 = {{256}}>
+        {{ {nodes} y = Gather (table, i) v = Abs (z) }}"""
+    range_ = all_of(text, table=np.zeros((256, 3), np.float32))["x"]
+    assert (range_.low, range_.high, range_.reach) == (*ends, reach)
+    assert range_.is_firm == (not reach)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "c = GreaterOrEqual (x, half) n = Sub (x, all) y = Where (c, n, x)",
+        "c = Less (x, half) n = Add (x, less) y = Where (c, x, n)",
+        "c = Greater (x, below) n = Sub (x, all) y = Where (c, n, x)",
+    ],
+)
+def test_integers_whose_upper_half_is_made_negative_have_few_bits(nodes: str) -> None:
+    text = f"""(int32[4] x) => (int32[4] y) <int32 half = {{2048}}, int32 below = {{2047}},
+        int32 all = {{4096}}, int32 less = {{-4096}}, int32 other = {{3000}}> {{ {nodes} }}"""
+    range_ = all_of(text)["x"]
+    assert (range_.low, range_.high, range_.is_firm) == (0, 4095, True)
+    other = text.replace("(x, half)", "(x, other)").replace("(x, below)", "(x, other)")
+    assert not all_of(other)["x"].known
+
+
 @pytest.mark.parametrize(
     ("nodes", "reach"),
     [
@@ -720,6 +779,9 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
         ("d = Div (x, hour) y = Mod (d, k)", 24 * 3600),
         # Of the bytes of an address.
         ("d = Div (x, bits) y = Mod (d, bits)", 2**20),
+        # Of the digits of a date, and of a telephone number.
+        ("d = Div (x, cent) m = Mod (d, cent) e = Mod (x, cent) y = Div (x, myriad)", 10**8),
+        ("d = Div (x, buckets) m = Mod (d, buckets) y = Div (x, million)", 10**12),
         # Of thousands of an amount, as a share of its span.
         ("m = Mul (x, buckets) y = Div (m, hour)", 28.8),
         ("d = Sub (x, hour) y = Abs (d)", 3600),
@@ -732,12 +794,19 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
         ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Log (d)", 1024 * 8e6),
         ("c = Cast <to = 1> (x) y = Log (c)", 2**24),
         ("c = Cast <to = 1> (x) d = Add (c, one) y = Log (d)", 2**24),
+        # Of what a sensor of 12 bits has above black, as of a quantity in the same unit.
+        (
+            "c = Cast <to = 1> (x) b = Sub (c, black) d = Div (b, span) e = Add (d, least) y = Log (e)",
+            32000,
+        ),
     ],
 )
 def test_constants_show_how_large_values_are(nodes: str, reach: float) -> None:
     text = f"""(int64[4] x) => (y) <int64 k = {{24}}, int64 hour = {{3600}}, int64 ms = {{86400000}},
         int64 id = {{10000000000}}, int64 bits = {{1024}}, int64 buckets = {{1000}},
-        float micro = {{0.000001}}, float one = {{1}}> {{ {nodes} }}"""
+        float micro = {{0.000001}}, float one = {{1}}, int64 cent = {{100}}, int64 myriad = {{10000}},
+        int64 million = {{1000000}}, float black = {{95}}, float span = {{4000}}, float least = {{0.001}}>
+        {{ {nodes} }}"""
     assert all_of(text)["x"].reach == pytest.approx(reach, rel=1e-4)
 
 
