@@ -286,18 +286,40 @@ class UsesOfInputs:
         """Angles have a turn or two. What a graph scales otherwise before a sine, or before a remainder of
         floats, is counted on, as hours are.
         """
-        dtype = self.scope.dtype(node.input[0])
-        if node.op_type in _PERIODIC:
-            period = math.tau
-        elif node.op_type == "Mod" and dtype is not None and is_float(dtype):
-            period = max(map(abs, ends(node.input[1], self.scope)), default=0.0)
-        else:
-            return
+        period = self._period(node)
         for term in self._numbers(node.input[0]) if period else ():
             uses, turn = self.of[term.input], period * term.parts / abs(term.scale)
             is_angle = any(math.isclose(turn, angle, rel_tol=1e-2) for angle in _ANGLES)
             if not is_angle and not (node.op_type in _PERIODIC and turn < math.tau):
                 uses.turn = min(uses.turn, turn)
+
+    def _period(self, node: onnx.NodeProto) -> float:
+        """That with which a result of the first operand repeats; 0 if none does."""
+        scope, operator, operand = self.scope, node.op_type, node.input[0]
+        if operator in _PERIODIC:
+            return math.tau
+        dtype = scope.dtype(operand)
+        if operator == "Floor":
+            return 1.0 if self._leaves_fraction(node) else 0.0
+        factors = ends(node.input[1], scope) if operator in ("MatMul", "Mod") else ()
+        largest = max(map(abs, factors), default=0.0)
+        if operator == "Mod":
+            return largest if dtype is not None and is_float(dtype) else 0.0
+        # Each frequency times one number.
+        is_outer = bool(largest) and (scope.sizes(node.input[1]) or (0,))[0] == 1
+        is_sine = any(reader.op_type in _PERIODIC for reader in scope.nodes_reading(node.output[0]))
+        return math.tau / largest if is_outer and is_sine else 0.0
+
+    def _leaves_fraction(self, node: onnx.NodeProto) -> bool:
+        """Whether the result of a Floor is subtracted from its operand, perhaps both times a divisor."""
+        scope, operand = self.scope, node.input[0]
+        readers = scope.nodes_reading(node.output[0])
+        products = [reader for reader in readers if reader.op_type == "Mul"]
+        for product in products:
+            readers = [*readers, *scope.nodes_reading(product.output[0])]
+        maker = scope.maker(operand)
+        wholes = {operand, *(maker.input[:1] if maker is not None and products else ())}
+        return any(reader.op_type == "Sub" and reader.input[0] in wholes for reader in readers)
 
     def _add_exponent(self, node: onnx.NodeProto) -> None:
         bases = map(abs, ends(node.input[0], self.scope)) if node.op_type == "Pow" else ()
@@ -692,6 +714,9 @@ def _counted_on(ordinary: Range, uses: Uses, most: float) -> Iterator[Far]:
     sizes = dict.fromkeys(min(times * uses.turns, most) for times in _TIMES)
     least = max(-ordinary.low, ordinary.high)
     yield from (Far(size / 2, size, is_counted=True) for size in sizes if size / 2 > least)
+    if uses.turns > most and not ordinary.whole:
+        # Floats beyond the format.
+        yield Far(most, _TIMES[-1] * uses.turns, is_counted=True)
 
 
 def _expected(scale: float) -> float:

@@ -552,6 +552,28 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
             { d = Mul (x, k) y = Mod <fmod = 1> (d, turn) }""",
             [(600, 1200), (2400, 4800)],
         ),
+        # Minutes, also more of them than float16 has.
+        (
+            """(float[4] x) => (float[4] y) <float day = {1440}>
+            { d = Div (x, day) f = Floor (d) m = Mul (f, day) y = Sub (x, m) }""",
+            [(32752, 65504), (65504, 576000)],
+        ),
+        (
+            """(float[4] x) => (float[4] y) <float period = {30}>
+            { d = Div (x, period) f = Floor (d) y = Sub (d, f) }""",
+            [(1500, 3000), (6000, 12000)],
+        ),
+        # A Floor that leaves nothing, and several frequencies of hours.
+        (
+            """(float[4] x) => (float[4] y) <float period = {30}>
+            { d = Div (x, period) f = Floor (d) y = Mul (f, period) }""",
+            [],
+        ),
+        (
+            """(float[4, 1] x) => (float[4, 2] y) <float[1, 2] k = {0.2617993878, 0.0001}>
+            { d = MatMul (x, k) y = Sin (d) }""",
+            [(1200, 2400), (4800, 9600)],
+        ),
         (
             """(float[4] x) => (float[4] y) <float k = {0.0174532925}, float two = {2}>
             { d = Mul (x, k) e = Mul (d, two) s = Sin (e) c = Cos (d) y = Mul (s, c) }""",
