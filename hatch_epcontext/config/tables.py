@@ -520,7 +520,9 @@ class BuildTable:
     """``[tool.epcontext.build]``. The variable ``HATCH_EPCONTEXT_<KEY>`` wins over each key."""
 
     jobs: int | Literal["auto"] = declare(
-        "Jobs at once; `auto` is as many as cores and free memory allow.", "auto", check=_COUNT
+        "Jobs at once, the largest models first; `auto` is as many as cores and free memory allow.",
+        "auto",
+        check=_COUNT,
     )
     timeout: float = declare("Seconds for one worker.", 1800.0, check=_SECONDS)
     memory_limit: int | str | None = declare(

@@ -269,10 +269,11 @@ def _run(
     # Its threads only wait for workers.
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            running = [(job, pool.submit(timed, job)) for job in begun.jobs]
-            for job, future in running:
+            order = _longest_first(begun) if at_once > 1 else range(len(begun.jobs))
+            running = {number: pool.submit(timed, begun.jobs[number]) for number in order}
+            for number, job in enumerate(begun.jobs):
                 try:
-                    finished, seconds = _result(future)
+                    finished, seconds = _result(running[number])
                 except BuildError as error:
                     failures.append(FailureReport.of(job, error.problems))
                     log(f"{job.location} ({job.target.provider.name}): FAILED")
@@ -291,6 +292,15 @@ def _run(
             begun.cache.stop()
             raise
     return Result(tuple(begun.sources.values()), tuple(built), tuple(failures))
+
+
+def _longest_first(begun: Build) -> list[int]:
+    """The numbers of the jobs, the largest models first, so that no core waits for one of them at the end."""
+
+    def size(number: int) -> int:
+        return sum(begun.sources[model.name].size for model in begun.jobs[number].models)
+
+    return sorted(range(len(begun.jobs)), key=size, reverse=True)
 
 
 def _warnings(built: Built) -> Iterator[str]:

@@ -23,8 +23,10 @@ from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.files import is_intact
 from hatch_epcontext.jobs import job as job_module
 from hatch_epcontext.jobs import requirements
+from hatch_epcontext.jobs import run as run_module
 from hatch_epcontext.jobs import steps as steps_module
-from hatch_epcontext.jobs.plan import plan
+from hatch_epcontext.jobs.artifact import Built
+from hatch_epcontext.jobs.plan import Job, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.run import IncompleteError, build
 from hatch_epcontext.providers import PROVIDERS, Provider
@@ -36,11 +38,13 @@ from tests.conftest import needs, needs_qnn
 from tests.jobs.conftest import Run
 from tests.models import (
     half_for_the_cpu,
+    model,
     network,
     parsed,
     save,
     transformer,
     unknown_operator,
+    value,
     with_refused,
 )
 
@@ -553,6 +557,34 @@ def test_all_jobs_are_run_although_one_fails(project: Path, run: Run) -> None:
     result = raised.value.result
     assert [built.job.name for built in result.built] == ["a"]
     assert [failure.models for failure in result.failures] == [("bad",)]
+
+
+@pytest.mark.parametrize(
+    ("at_once", "order"), [(1, ["small", "large", "middle"]), (2, ["large", "middle", "small"])]
+)
+def test_several_jobs_at_once_begin_with_the_largest_model(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, at_once: int, order: list[str]
+) -> None:
+    for number, name in enumerate(("small", "middle", "large")):
+        weights = numpy_helper.from_array(np.ones((4, 4 + 1000 * number), np.float32), "w")
+        x, y = value("x", (1, 4)), value("y", (1, 4 + 1000 * number))
+        node = helper.make_node("MatMul", ["x", "w"], ["y"])
+        save(model([node], [x], [y], [weights]), project / "models" / f"{name}.onnx")
+    begun, both = list[str](), threading.Barrier(at_once)
+
+    def fail(_: object, job: Job) -> Built:
+        begun.append(job.name)
+        if len(begun) <= at_once:
+            both.wait(10)
+        raise BuildError
+
+    monkeypatch.setattr(run_module, "run_job", fail)
+    names = ", ".join(f'"models/{name}.onnx"' for name in ("small", "large", "middle"))
+    with pytest.raises(IncompleteError) as raised:
+        run(f'targets.cpu.provider = "cpu"\nmodels = [{names}]\nbuild.jobs = {at_once}\n')
+    assert [*sorted(begun[:at_once]), *begun[at_once:]] == order
+    reported = [failure.models for failure in raised.value.result.failures]
+    assert reported == [("small",), ("large",), ("middle",)], "in the order of the configuration"
 
 
 def test_two_builds_at_once_compile_a_job_once(
