@@ -63,7 +63,7 @@ class HatchBuild(ProjectBuild):
     def fill_wheel(self, build_data: dict[str, Any]) -> None:
         """Compile all models, and add their package to the wheel, with its SBOM and its tag."""
         from hatch_epcontext.package import wheel
-        from hatch_epcontext.package.repack import INCOMPLETE, stores_any
+        from hatch_epcontext.package.repack import INCOMPLETE, is_faster
 
         config = self._overridden()
         project = self._project()
@@ -79,7 +79,7 @@ class HatchBuild(ProjectBuild):
         self._finish = lambda path: self.verify(path, packed_in, package, result)
         entries, incomplete = package.entries(output), PurePosixPath(INCOMPLETE)
         # Hatch's rules for paths may move it to where installers do not look.
-        if not stores_any(entries.values()) or self._in_wheel(incomplete) != incomplete:
+        if not is_faster(entries.values()) or self._in_wheel(incomplete) != incomplete:
             build_data["force_include"].update({str(file): path for path, file in entries.items()})
             return
         note = self.temp_dir() / incomplete.name

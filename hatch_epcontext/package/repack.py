@@ -20,8 +20,9 @@ import tarfile
 import time
 import zipfile
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from pathlib import Path
 from typing import IO
@@ -36,6 +37,7 @@ from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Kind, Problem, SdistError, WheelError
 from hatch_epcontext.files import is_inside
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata, tag
+from hatch_epcontext.system import cores
 from hatch_epcontext.text import MAX_NAMED, listing, show
 
 _CHUNK = 1 << 20
@@ -48,6 +50,12 @@ _LARGE = 10 * 10**6
 
 _WORTH = 0.85
 """The part of its size to which a large file shrinks at least if it is deflated."""
+
+_MUCH = 5 * 10**6
+"""Bytes of files from which deflating them on several cores saves more than writing a wheel anew takes."""
+
+_MOST_THREADS = 4
+"""The most threads that deflate: each has a file in memory, up to `_LARGE`."""
 
 INCOMPLETE = "models_are_missing.dist-info/NOTE"
 """A file of a wheel without its models: installers reject a wheel with a second ``.dist-info``."""
@@ -189,16 +197,24 @@ class FinishedWheel:
             others = (record, INCOMPLETE, *left_out)
             own = [info for info in old.infolist() if info.filename not in others]
             # Metadata come last, as the format recommends.
-            for info in sorted(
+            ordered = sorted(
                 [*own, *(_added(path, files[path]) for path in sorted(files))],
                 key=lambda info: info.filename.startswith(f"{self.info}/"),
-            ):
+            )
+            deflated = _deflate_ahead(files[i.filename] for i in ordered if _is_ahead(i, files))
+            for info in ordered:
                 path, digest = info.filename, hashlib.sha256()
+                compressor = None
                 if path == wheel:
                     opened: IO[bytes] = io.BytesIO(metadata.encode())
+                elif _is_ahead(info, files):
+                    content, compressor = next(deflated)
+                    opened = io.BytesIO(content)
                 else:
                     opened = files[path].open("rb") if path in files else old.open(info)
                 with opened, new.open(copy(info), "w") as packed:
+                    if compressor is not None:
+                        vars(packed)["_compressor"] = compressor
                     while chunk := opened.read(_CHUNK):
                         packed.write(chunk)
                         digest.update(chunk)
@@ -242,9 +258,52 @@ def _added(path: str, file: Path) -> zipfile.ZipInfo:
     return info
 
 
-def stores_any(files: Iterable[Path]) -> bool:
-    """Whether one of ``files`` is stored in a wheel and not deflated, which hatchling's own writer cannot."""
-    return not all(map(_shrinks, files))
+def is_faster(files: Collection[Path]) -> bool:
+    """Whether it pays to add ``files`` to a finished wheel: hatchling deflates all of them, on one core."""
+    is_much = sum(file.stat().st_size for file in files) >= _MUCH
+    return (is_much and cores() > 1) or not all(map(_shrinks, files))
+
+
+def _is_ahead(info: zipfile.ZipInfo, files: Mapping[str, Path]) -> bool:
+    """Whether the content of ``info`` is one of ``files`` that are deflated in memory."""
+    is_small = info.file_size <= _LARGE
+    return info.filename in files and is_small and info.compress_type == zipfile.ZIP_DEFLATED
+
+
+def _deflate_ahead(files: Iterable[Path]) -> Iterator[tuple[bytes, _Deflated]]:
+    """Yield the contents of ``files`` in order, deflated by several threads, which are a few files ahead."""
+    number = min(cores(), _MOST_THREADS)
+    with ThreadPoolExecutor(number) as pool:
+        ahead = deque[Future[tuple[bytes, _Deflated]]]()
+        for file in files:
+            ahead.append(pool.submit(_Deflated.read, file))
+            if len(ahead) > number:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
+class _Deflated:
+    """Takes the place of the compressor with which `zipfile` writes a file."""
+
+    def __init__(self, content: bytes) -> None:
+        # As zipfile does it.
+        deflating = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+        self._all = deflating.compress(content) + deflating.flush()
+
+    @staticmethod
+    def read(file: Path) -> tuple[bytes, _Deflated]:
+        """The content of ``file``, and what deflates to it."""
+        content = file.read_bytes()
+        return content, _Deflated(content)
+
+    def compress(self, _: bytes) -> bytes:
+        """Nothing: `flush` has all."""
+        return b""
+
+    def flush(self) -> bytes:
+        """The whole deflated content."""
+        return self._all
 
 
 def _shrinks(file: Path) -> bool:
