@@ -10,6 +10,7 @@ from dataclasses import field, replace
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import helper
 
 from hatch_epcontext.frozen import dataclass
@@ -30,6 +31,12 @@ _SAME_ORDER = operators.RESHAPING | {"Cast", "Exp", "Sigmoid", "Sqrt"}
 _WHOLE = frozenset({"Ceil", "Floor", "Mod", "Round"})
 """Operators whose results are whole numbers, also those of floats."""
 
+_NEARLY = 2.0**-20
+"""The difference of equal values, relative to them: another order of additions makes it."""
+
+_ROWWISE = operators.ELEMENTWISE | operators.RESHAPING | operators.GATHERS | {"Concat"}
+"""Operators whose result has a row for each index in an operand."""
+
 _MAX_REST = 2**24
 """The most bytes of the rest of a model that is kept with the reference."""
 
@@ -43,6 +50,31 @@ class Choice:
     candidates: str
     axis: int = 0
     least: bool = False
+
+
+@dataclass(frozen=True)
+class Ties:
+    """The ``candidates`` of which a TopK returns the values ``selected`` along ``axis``, and their indices:
+    of equal ones it may be any.
+    """
+
+    candidates: str
+    selected: str
+    axis: int = -1
+
+    @property
+    def values(self) -> tuple[str, str]:
+        """The values inside the model."""
+        return self.candidates, self.selected
+
+    def of(self, arrays: Arrays) -> NDArray[np.bool_]:
+        """Which of the selected values in ``arrays`` equal another candidate, in their shape."""
+        every, some = (
+            np.moveaxis(np.asarray(arrays[name], np.float64), self.axis, -1) for name in self.values
+        )
+        apart = np.abs(some[..., None] - every[..., None, :])
+        are_tied = (apart <= _NEARLY * np.abs(some)[..., None]).sum(axis=-1) > 1
+        return np.moveaxis(are_tied, -1, self.axis)
 
 
 @dataclass(frozen=True)
@@ -93,19 +125,22 @@ class Rest:
 @dataclass(frozen=True)
 class Selections:
     """The columns of the rows that each TopK of a model selects (``rows``), and the outputs that are choices;
-    the part from a NonMaxSuppression on (``rest``), and the columns of its outputs (``suppressed``).
+    the part from a NonMaxSuppression on (``rest``), and the columns of its outputs (``suppressed``); and
+    other outputs that are made of the indices of a TopK (``ties``).
     """
 
     rows: tuple[tuple[Columns, ...], ...] = ()
     choices: Mapping[str, Choice] = field(default_factory=dict)
     rest: Rest | None = None
     suppressed: tuple[Columns, ...] = ()
+    ties: Mapping[str, Ties] = field(default_factory=dict)
 
     @property
     def values(self) -> frozenset[str]:
         """The values inside the model with which outputs are compared."""
         names = {columns.values for group in self.rows for columns in group}
         names |= {choice.candidates for choice in self.choices.values()}
+        names |= {name for ties in self.ties.values() for name in ties.values}
         return frozenset(names - {""}).union(self.rest.values if self.rest else ())
 
     @property
@@ -124,7 +159,12 @@ def find_selections(model: onnx.ModelProto) -> Selections:
     outputs = [value.name for value in model.graph.output]
     finder = _Finder(scope, [*dict.fromkeys((*outputs, *(rest.reads if rest else ())))])
     suppressed = tuple(finder.suppressed(rest.outputs)) if rest else ()
-    return Selections(tuple(finder.rows()), dict(finder.choices()), rest, suppressed)
+    rows = tuple(finder.rows())
+    others = [
+        name for name in outputs if all(span.output != name for group in rows for span in group)
+    ]
+    ties = {} if rest else dict(finder.ties(others))
+    return Selections(rows, dict(finder.choices()), rest, suppressed, ties)
 
 
 class _Finder:
@@ -137,6 +177,20 @@ class _Finder:
         for output in self._outputs:
             if choice := self._choice(self._scope.origin(output, _SAME_NUMBERS)):
                 yield output, choice
+
+    def ties(self, outputs: Sequence[str]) -> Iterator[tuple[str, Ties]]:
+        """Those of ``outputs`` that are made of the indices by which a TopK selects computed values."""
+        for node in self._scope.nodes:
+            if node.op_type != "TopK" or self._scope.maker(node.input[0]) is None:
+                continue
+            made, waiting = set[str](), [*node.output[1:]]
+            while waiting:
+                made.add(name := waiting.pop())
+                readers = self._scope.nodes_reading(name)
+                results = (r.output[0] for r in readers if graph.operator(r) in _ROWWISE)
+                waiting += (result for result in results if result not in made)
+            ties = Ties(node.input[0], node.output[0], graph.number(node, "axis", -1))
+            yield from ((name, ties) for name in outputs if name in made)
 
     def suppressed(self, outputs: Sequence[str]) -> Iterator[Columns]:
         """The columns of ``outputs`` of a NonMaxSuppression: only the number of its rows is open."""

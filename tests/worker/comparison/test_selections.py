@@ -359,6 +359,40 @@ def test_columns_behind_some_of_unknown_width_are_those_of_the_rows(tmp_path: Pa
         assert not compared.is_near({"y": wrong})
 
 
+PEAKS = """(float[1, 6, 6] x) => (OUTPUTS) <int64[1] k = {4}, int64[1] flat = {-1},
+    int64 six = {6}, float zero = {0}, int64[1] last = {1}, float low = {0.5}> {
+        is_peak = Greater (x, low) peaks = Where (is_peak, x, zero) row = Reshape (peaks, flat)
+        values, numbers = TopK <axis = 0> (row, k)
+        below = Div (numbers, six) beside = Mod (numbers, six)"""
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "y = Cast <to = 1> (below)",
+        "f = Cast <to = 1> (numbers) y = Floor (f)",
+        "a = Unsqueeze (below, last) b = Unsqueeze (beside, last) y = Concat <axis = 1> (a, b)",
+        "y = Gather <axis = 0> (table, numbers) z = Neg (values)",
+    ],
+)
+def test_indices_of_equal_values_say_nothing(nodes: str, tmp_path: Path) -> None:
+    outputs = "int64[4, 2] y" if "Concat" in nodes else "float[4] y"
+    outputs += ", float[4] z" if "z = " in nodes else ""
+    x = np.zeros((1, 6, 6), np.float32)
+    # Of the others any two are selected.
+    x[0, 1, 4], x[0, 5, 2] = 0.9, 0.8
+    table: dict[str, Any] = {"table": (36,)} if "table" in nodes else {}
+    made = parsed(f"{PEAKS.replace('OUTPUTS', outputs)} {nodes} }}", **table)
+    compared = Compared(tmp_path, made, x=x)
+    assert compared.is_near(compared.wanted)
+    y = compared.wanted["y"].astype(np.float64)
+    for rows, is_near in ((slice(2, 4), True), (slice(0, 1), False)):
+        other = y.copy()
+        other[rows] += 3
+        own = {**compared.wanted, "y": other.astype(compared.wanted["y"].dtype)}
+        assert compared.is_near(own) == is_near
+
+
 def test_other_uses_of_a_topk_are_no_selections() -> None:
     made = parsed("""(float[2, 50] x) => (float[2, 5] y) <int64[1] k = {5}> {
             values, numbers = TopK (x, k)
