@@ -325,10 +325,11 @@ def _clouds(height: int, width: int, rng: np.random.Generator) -> Numbers:
 def _boxes(height: int, width: int, rng: np.random.Generator) -> Numbers:
     """Edges of all sizes: boxes of one grey each, small ones before large ones, as things hide each other."""
     picture = np.full((height, width), rng.random())
-    for exponent in np.linspace(1, 6, 128):
-        sides = (size * 2.0 ** (rng.uniform(-1, 1) - exponent) for size in (height, width))
+    # With Python's own numbers, which take two thirds of the time.
+    for exponent in np.linspace(1, 6, 128).tolist():
+        sides = (size * 2.0 ** (2 * rng.random() - 1 - exponent) for size in (height, width))
         high, wide = (1 + int(side) for side in sides)
-        top, left = rng.integers(1 - high, height), rng.integers(1 - wide, width)
+        top, left = int(rng.integers(1 - high, height)), int(rng.integers(1 - wide, width))
         picture[max(top, 0) : top + high, max(left, 0) : left + wide] = rng.random()
     return picture
 
