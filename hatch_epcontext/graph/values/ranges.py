@@ -16,11 +16,12 @@ import numpy as np
 import onnx
 
 from hatch_epcontext.graph.dtypes import is_float, numpy_dtype
-from hatch_epcontext.graph.facts import Range, TensorFacts
+from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.number_format import FUSING
 from hatch_epcontext.graph.operators import REPEATING
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.bounds import Bound, bounds, divisors
+from hatch_epcontext.graph.values.components import center_away_from_pole
 from hatch_epcontext.graph.values.conventions import (
     DEVIATIONS,
     is_length_name,
@@ -66,6 +67,10 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
         if (not (range_ := ranges[facts.name]).known and range_.usual is None)
         or _is_weight(facts, uses.of[facts.name], of_inputs[facts.name])
     }
+    for name, center in _centers(uses.scope):
+        if name in open_inputs and ranges[name].is_open:
+            # Where each divides the others, they vary around that.
+            ranges[name] = replace(ranges[name], standardized=center)
     whole = frozenset(name for name in open_inputs if ranges[name].whole)
     factors = [name for name, range_ in ranges.items() if range_.usual == 1 and not range_.known]
     powers = powers_of(main, open_inputs, uses.scope, whole, factors)
@@ -87,6 +92,15 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
     return {
         facts.name: with_far(facts, ranges[facts.name], uses.of[facts.name]) for facts in tensors
     }
+
+
+def _centers(scope: Scope) -> Iterator[tuple[str, Far]]:
+    """The inputs of which a component divides something, and around what they are."""
+    for node in scope.nodes:
+        if (found := center_away_from_pole(node, scope)) is not None:
+            name, center = found
+            centers = tuple(map(float, center))
+            yield name, Far(centers=centers, spreads=(1.0,) * center.size, shape=center.shape)
 
 
 def _is_weight(facts: TensorFacts, uses: Uses, reached: Sequence[Bound]) -> bool:
