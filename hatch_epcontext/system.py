@@ -195,9 +195,14 @@ def _end(signal_number: int, frame: FrameType | None) -> None:
 
 def cores() -> int:
     """The number of cores that this process may use."""
+    return len(core_numbers())
+
+
+def core_numbers() -> list[int]:
+    """The numbers of the cores that this process may use."""
     if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]
 
 
 def free_memory() -> int | None:

@@ -199,8 +199,9 @@ class Steps:
                 log = self.build.scratch("validate")
                 # What lasts longer may be the last of the build, and gets all cores then.
                 is_short = 0 < run < _SHARED and workers.is_busy
-                request = replace(request, on_one_core=is_short)
-                return worker.call(request, log, location=job.location, step="validate")
+                with workers.one_core() if is_short else contextlib.nullcontext() as core:
+                    request = replace(request, core=core)
+                    return worker.call(request, log, location=job.location, step="validate")
 
         prepare = partial(self._prepare, job, to_run, Recipe("none"), self.build.workers)
         source = self._references.get(_source_key(job, to_run))

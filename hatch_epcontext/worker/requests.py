@@ -185,7 +185,8 @@ class ValidateRequest(WorkerRequest[Validated], action="validate"):
     ``reference`` and ``ranges``: those of a `Prepared` of the same source and inputs, if there is one.
     ``prepared``: the absolute path of the model that was compiled, if it is to be emulated. ``to_beat``: how
     near another recipe is, which wins unless this one is nearer. ``is_brief``: whether the target runs one
-    sample of a large model instead of two. ``on_one_core``: whether other jobs need the others.
+    sample of a large model instead of two. ``core``: the number of the core to stay on, as others need the
+    other ones; None for all.
     """
 
     model: Model
@@ -199,7 +200,7 @@ class ValidateRequest(WorkerRequest[Validated], action="validate"):
     prepared: str | None = None
     to_beat: Nearness | None = None
     is_brief: bool = False
-    on_one_core: bool = False
+    core: int | None = None
 
 
 @dataclass(frozen=True)

@@ -70,15 +70,15 @@ def runs_on_simulator(target: Target) -> bool:
 
 
 @contextlib.contextmanager
-def on_one_core() -> Iterator[None]:
-    """Keep this thread, and those that start meanwhile, on the core that it is on, where the system can."""
+def on_core(number: int) -> Iterator[None]:
+    """Keep this thread, and those that start meanwhile, on a core, where the system can."""
     if sys.platform != "linux":
         yield
         return
     before = os.sched_getaffinity(0)
     # Some containers forbid it.
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
+        os.sched_setaffinity(0, {number})
     try:
         yield
     finally:

@@ -55,7 +55,7 @@ def altered(body: Path) -> Iterator[Workers]:
             module = importlib.import_module("hatch_epcontext.worker.actions." + name)
             def handle(request, real=module.handle):
                 open("pid", "w").write(str(os.getpid()))
-                open("on-one-core", "w").write(str(getattr(request, "on_one_core", False)))
+                open("on-one-core", "w").write(str(getattr(request, "core", None) is not None))
                 if getattr(request, "simplifier", None) == "onnxruntime":
                     with open({str(body.with_name("tries"))!r}, "a") as file:
                         file.write("x")

@@ -22,7 +22,7 @@ from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.providers import Plugin
 from hatch_epcontext.worker.readback import read_context
 from hatch_epcontext.worker.requests import CompileReply, CompileRequest
-from hatch_epcontext.worker.session import cpu_options, on_one_core, open_session, options
+from hatch_epcontext.worker.session import cpu_options, on_core, open_session, options
 from tests.conftest import needs, needs_qnn, newer_runtime
 from tests.models import network, parsed, save
 from tests.worker.actions.test_compile import MODEL, X_ELITE, target
@@ -33,7 +33,7 @@ needs_nxrt = needs("nxrt_ep_cpu")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no affinity of threads")
-def test_on_one_core_threads_stay_on_it_and_later_ones_do_not() -> None:
+def test_on_a_core_threads_stay_on_it_and_later_ones_do_not() -> None:
     def cores_of_a_thread() -> set[int]:
         found: list[set[int]] = []
         thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
@@ -42,9 +42,9 @@ def test_on_one_core_threads_stay_on_it_and_later_ones_do_not() -> None:
         return found[0]
 
     before = os.sched_getaffinity(0)
-    with on_one_core():
-        (core,) = os.sched_getaffinity(0)
-        assert cores_of_a_thread() == {core} <= before
+    for core in before:
+        with on_core(core):
+            assert os.sched_getaffinity(0) == cores_of_a_thread() == {core}
     assert os.sched_getaffinity(0) == cores_of_a_thread() == before
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +42,7 @@ from hatch_epcontext.jobs.processes.running import (
 )
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.serialize import from_json, to_json
-from hatch_epcontext.system import Heartbeat, cores, removed_problem, writing
+from hatch_epcontext.system import Heartbeat, core_numbers, cores, removed_problem, writing
 from hatch_epcontext.worker.protocol import REPLY, Order
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class Workers:
         self._idle: list[tuple[Hashable, Worker]] = []
         self._server: ForkServer | None = None
         self._simulated: tuple[str, ...] = ()
-        self._tasks = 0
+        self._tasks, self._tasks_of_cores = 0, Counter[int]()
 
     def __enter__(self) -> Workers:
         self._is_open = True
@@ -120,6 +122,21 @@ class Workers:
     def is_busy(self) -> bool:
         """Whether there are tasks for all cores."""
         return self._tasks >= cores()
+
+    @contextlib.contextmanager
+    def one_core(self) -> Iterator[int]:
+        """The number of a core for one task, which no other has while there are as many cores."""
+        numbers, own = core_numbers(), self._tasks_of_cores
+        with self._lock:
+            # Of builds at once each begins with another one.
+            first = os.getpid() % len(numbers)
+            core = min(numbers[first:] + numbers[:first], key=own.__getitem__)
+            own[core] += 1
+        try:
+            yield core
+        finally:
+            with self._lock:
+                own[core] -= 1
 
     def is_report_due(self) -> bool:
         """Whether a line about what runs is due, and somebody gets it."""

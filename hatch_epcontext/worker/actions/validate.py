@@ -70,7 +70,7 @@ from hatch_epcontext.worker.session import (
     context_options,
     cpu_options,
     incompatible,
-    on_one_core,
+    on_core,
     open_session,
     runs_on_simulator,
 )
@@ -85,7 +85,7 @@ def handle(request: ValidateRequest) -> Validated:
     fails; ModelError when the dummy inputs do not fit.
     """
     # A simulator's threads wait for one another in a loop, a quarter of their time.
-    with on_one_core() if request.on_one_core else contextlib.nullcontext():
+    with contextlib.nullcontext() if request.core is None else on_core(request.core):
         return _validate(request)
 
 

@@ -18,7 +18,7 @@ from hatch_epcontext.errors import BuildError, Kind
 from hatch_epcontext.jobs.processes import failures
 from hatch_epcontext.jobs.processes.failures import TAIL
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.system import cores
+from hatch_epcontext.system import core_numbers, cores
 from hatch_epcontext.worker.protocol import ACTIVITY, LOG
 from hatch_epcontext.worker.requests import PrepareRequest
 from tests.conftest import is_running, wait_for
@@ -152,6 +152,20 @@ def test_workers_are_busy_while_each_core_has_a_task() -> None:
         assert workers.is_busy
         tasks.close()
         assert not workers.is_busy
+
+
+def test_tasks_on_one_core_have_different_ones_and_free_ones_first() -> None:
+    workers, numbers = Workers(60), core_numbers()
+    with contextlib.ExitStack() as tasks:
+        taken = [tasks.enter_context(workers.one_core()) for _ in numbers]
+        assert sorted(taken) == numbers
+        with workers.one_core() as shared:
+            assert shared in numbers
+    with workers.one_core() as first, workers.one_core() as second:
+        assert len(numbers) == 1 or first != second
+        with contextlib.ExitStack() as others:
+            used = {others.enter_context(workers.one_core()) for _ in numbers[2:]}
+            assert used.isdisjoint({first, second})
 
 
 PRINTING = "for number in range(50): print('line', number, flush=True)\n"
