@@ -66,7 +66,7 @@ class Pattern:
         """Whether an app can have such inputs with these ``ranges``: not pictures without structure, nor
         sound at full scale.
         """
-        varying = [range_ for range_ in ranges if range_.usual is None and not range_.whole]
+        varying = [r for r in ranges if r.usual is None and (not r.whole or r.picture)]
         signals = [range_ for range_ in varying if range_.is_open]
         is_full = self.level >= 1 and self.signal not in _NOISES
         is_loud = is_full and any(range_.sound for range_ in signals)
@@ -82,7 +82,9 @@ class Pattern:
     def _nature(self, range_: Range) -> str:
         if range_.usual is not None:
             return ""
-        return self.ids if range_.whole else self.signal if range_.is_open else self.picture
+        if range_.whole and not range_.picture:
+            return self.ids
+        return self.signal if range_.is_open else self.picture
 
 
 def assumed_range(facts: TensorFacts) -> Range:
@@ -162,7 +164,7 @@ def generated_inputs(
 def _of_range(
     pattern: Pattern, shape: _Shape, range_: Range, rng: np.random.Generator
 ) -> NDArray[np.generic]:
-    if range_.whole:
+    if range_.whole and not range_.picture:
         return _IDS[pattern.ids](shape, int(range_.low), int(range_.high), rng)
     if range_.is_open:
         # The range is eight standard deviations wide on either side.
@@ -172,7 +174,8 @@ def _of_range(
         numbers = signal.reshape(shape) * (pattern.level * loudness * range_.high / DEVIATIONS)
         return standardized(numbers, range_)
     share = np.clip(_PICTURES[pattern.picture](shape, rng), 0.0, 1.0)
-    return range_.low + share * (range_.high - range_.low)
+    numbers = range_.low + share * (range_.high - range_.low)
+    return np.rint(numbers) if range_.whole else numbers
 
 
 def standardized(numbers: Numbers, range_: Range) -> Numbers:

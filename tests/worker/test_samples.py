@@ -184,6 +184,19 @@ def test_a_picture_without_structure_is_not_usual(known: bool) -> None:
     assert {"gradient", "half noise"} <= {sample.nature for sample in bounded if sample.usual}
 
 
+def test_a_picture_of_bytes_has_the_natures_of_pictures() -> None:
+    x = TensorFacts("x", "uint8", (1, 16, 16, 3))
+    floats = fed([x], {"x": Range(0, 255, known=False, picture=True)})
+    found = fed([x], {"x": Range(0, 255, known=False, whole=True, picture=True)})
+    assert [(s.name, s.usual) for s in found] == [(s.name, s.usual) for s in floats]
+    pixels = found[0].feeds["x"]
+    assert pixels.dtype == np.uint8
+    assert (pixels.min(), pixels.max()) == (0, 255)
+    # Not cut off to the next lower one.
+    difference = pixels.astype(float).mean() - floats[0].feeds["x"].astype(float).mean()
+    assert difference == pytest.approx(0.5, abs=0.05)
+
+
 def picture(nature: str, *shape: int) -> np.ndarray:
     """The first plane of a picture of this shape."""
     x = TensorFacts("x", "float32", shape)

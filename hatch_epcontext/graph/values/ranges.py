@@ -208,7 +208,8 @@ def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[Tenso
             # Integers are not divided by 0.
             low = max(low, min(math.ceil(bound.low), highest))
             high = max(high, min(math.floor(bound.high), highest))
-        return Range(low, high, known=False, whole=True)
+        picture = dtype == np.uint8 and looks_like_image(facts)
+        return Range(low, high, known=False, whole=True, picture=picture)
     low, high = math.ceil(known.low - 1e-6), math.floor(known.high + 1e-6)
     low, high = _both((low, max(low, high)), (lowest, highest)) or (lowest, highest)
     usual = None if known.usual is None else float(round(known.usual))

@@ -284,6 +284,22 @@ def test_images_are_not_negative(shape: list[int], factor: float, high: float | 
 
 
 @pytest.mark.parametrize(
+    ("type_", "is_picture"),
+    [
+        ("uint8[1, 32, 32, 3]", True),
+        ("uint8[1, 1, 64, 64]", True),
+        ("uint8[1, 512]", False),
+        ("int8[1, 32, 32, 3]", False),
+        ("int32[1, 32, 32, 3]", False),
+    ],
+)
+def test_bytes_in_the_shape_of_an_image_are_a_picture(type_: str, is_picture: bool) -> None:
+    found = ranges(f"({type_} x) => (float[] y) {{ y = Cast <to = 1> (x) }}")
+    assert found["x"].whole
+    assert found["x"].picture == is_picture
+
+
+@pytest.mark.parametrize(
     ("filters", "factor", "high"),
     [
         # Those of a model that takes bytes: their mean deviation is about 60.
