@@ -153,7 +153,7 @@ def test_single_values_beside_an_offset_have_several_samples() -> None:
 
 def test_single_moments_that_are_counted_have_several_samples() -> None:
     far = tuple(Far(size / 2, size, is_counted=True) for size in (2400.0, 9600.0))
-    for size, number in ((1, 8), (20, 2)):
+    for size, number in ((1, 10), (20, 2)):
         tensor = TensorFacts("x", "float32", (size,))
         hours = [s for s in fed([tensor], {"x": replace(OPEN, far=far)}) if s.far]
         assert len({float(sample.feeds["x"].ravel()[0]) for sample in hours}) == number
