@@ -17,12 +17,16 @@ from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Numbers, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Far, InFloats, Range, TensorFacts
 from hatch_epcontext.graph.number_format import FLOAT16
+from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.affine import scales
 from hatch_epcontext.graph.values.conventions import DEVIATIONS, looks_like_image, looks_like_sound
 from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms, ends
 
 _SMALL = 1000.0
 """Integers of both signs up to this one are small."""
+
+_WITHIN = 4.0
+"""The deviations within which nearly all floats are."""
 
 _LARGE = 2.0**31 - 1
 """The largest integer of 32 bits: larger ones are left to what EPs declare."""
@@ -134,7 +138,8 @@ class Uses:
     ``is_wide``: whether such values differ in size. ``beside``: the largest constant that it adds to them.
     ``turn``: the shortest turn of what they count, such as hours; infinite for angles. ``is_weight``: whether
     it multiplies stored numbers that differ, such as coordinates, by them. ``exponent``: the largest integer
-    of which, as the exponent of a stored number, the power is a float16.
+    of which, as the exponent of a stored number, the power is a float16. ``end``: the float nearest to 0 of
+    which a power is none.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -156,6 +161,7 @@ class Uses:
     turn: float = math.inf
     is_weight: bool = False
     exponent: float = math.inf
+    end: float = math.inf
 
     @property
     def turns(self) -> float:
@@ -238,6 +244,7 @@ class UsesOfInputs:
         self._add_weights(node)
         self._add_product(node)
         self._add_exponent(node)
+        self._add_end(node)
         self._add_sum(node)
         self._add_turn(node)
         operator = node.op_type if node.domain in graph.STANDARD else ""
@@ -327,6 +334,24 @@ class UsesOfInputs:
         for term in self._numbers(node.input[1]) if growth else ():
             uses, most = self.of[term.input], math.log(_IN_FLOATS) / growth / abs(term.scale)
             uses.exponent = min(uses.exponent, max(1.0, math.floor(most)))
+
+    def _add_end(self, node: onnx.NodeProto) -> None:
+        operand, end = _end_of_power(node, self.scope)
+        for term in self._own(node.input[operand]) if end and not self._fades(node) else ():
+            uses, number = self.of[term.input], term.input_of(end)
+            # A number beside a constant, such as a rate, is small; powers of others have all sizes.
+            is_beside = node.op_type == "Exp" or operand == 1 or term.offset > 0
+            if is_beside and abs(number) < abs(uses.end):
+                uses.end = number
+
+    def _fades(self, node: onnx.NodeProto) -> bool:
+        """Whether only a quotient or a logarithm is left of a large result of ``node``, as of a sigmoid."""
+        name = node.output[0]
+        sums = [
+            reader for reader in self.scope.nodes_reading(name) if reader.op_type in ("Add", "Sub")
+        ]
+        are_all = len(sums) == len(self.scope.nodes_reading(name)) > 0
+        return self._is_kept(name) or (are_all and all(self._is_kept(n.output[0]) for n in sums))
 
     def _add_indices(self, node: onnx.NodeProto) -> None:
         scope, data = self._terms.scope, node.input[0]
@@ -535,6 +560,22 @@ class UsesOfInputs:
         return deviation
 
 
+def _end_of_power(node: onnx.NodeProto, scope: Scope) -> tuple[int, float]:
+    """The operand of a power ``node`` that makes it grow, and the number of which that is beyond the format;
+    0 if none is.
+    """
+    most = math.log(_IN_FLOATS)
+    if node.op_type == "Exp":
+        return 0, most
+    if node.op_type != "Pow":
+        return 0, 0.0
+    if bases := ends(node.input[0], scope):
+        growth = math.log(max(map(abs, bases)) or 1.0)
+        return 1, most / growth if growth else 0.0
+    power = max(ends(node.input[1], scope), key=abs, default=0.0)
+    return 0, math.exp(most / power) if abs(power) >= 2 else 0.0
+
+
 def _is_long(divisors: Numbers, least: int) -> bool:
     """Whether a division by these, of which one is ``least`` or more, is of large integers."""
     sizes = np.abs(divisors.astype(np.int64)).ravel()
@@ -608,14 +649,26 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         beyond = _around(facts, ordinary, replace(uses, centers=beside))
         return replace(ordinary, far=(*larger, *beyond))
     ordinary, uses = _around_means(facts, ordinary, uses)
+    ordinary, beyond_end = _within_end(ordinary, uses)
     sound = uses.is_signal and looks_like_sound(facts)
     far = [*_larger(facts, uses), *_counted_on(ordinary, uses, _IN_FLOATS)]
-    far += [*_around(facts, ordinary, uses)]
+    far += [*_around(facts, ordinary, uses), *beyond_end]
     if sound and not any(values.is_larger for values in far):
         far.append(Far(centers=(0.0,), spreads=(_OF_SOUND,)))
     elif not (far or ordinary.shifted or ordinary.standardized) and uses.scale < 1 / _SCALED:
         far.append(Far(centers=(0.0,), spreads=(_expected(uses.scale) / DEVIATIONS,)))
     return replace(ordinary, far=tuple(far), sound=sound)
+
+
+def _within_end(ordinary: Range, uses: Uses) -> tuple[Range, list[Far]]:
+    """``ordinary`` with nearly all floats within the end of a power of them, and those beyond it."""
+    size = abs(uses.end)
+    if ordinary.standardized is not None or not 0 < size < _WITHIN:
+        return ordinary, []
+    high = size / _WITHIN * DEVIATIONS
+    below = Far(centers=(-2 * size,), spreads=(size / 4,))
+    beyond = Far(size, 4 * size) if uses.end > 0 else below
+    return replace(ordinary, low=-high, high=high), [beyond]
 
 
 def _within_integers(ordinary: Range, reach: float, most: float) -> tuple[Range, float]:

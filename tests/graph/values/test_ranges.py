@@ -1000,6 +1000,37 @@ def test_integers_are_not_divided_by_0_and_their_products_have_32_bits() -> None
     assert all(far.high**3 <= 2**31 for range_ in of_product.values() for far in range_.far)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "end"),
+    [
+        ("k = Mul (x, eight) y = Exp (k)", math.log(65504) / 8),
+        ("k = Mul (x, minus) y = Exp (k)", -math.log(65504) / 8),
+        ("k = Mul (x, eight) y = Pow (ten, k)", math.log10(65504) / 8),
+        ("g = Add (x, one) y = Pow (g, ten)", 65504**0.1 - 1),
+        # All are within, or one is beside a smaller end.
+        ("y = Exp (x)", 0),
+        ("y = Pow (ten, x)", 0),
+        ("k = Mul (x, eight) e = Exp (k) f = Exp (x) y = Add (e, f)", math.log(65504) / 8),
+        # Powers have all sizes; and of a large one a quotient is small.
+        ("y = Pow (x, ten)", 0),
+        ("k = Mul (x, eight) e = Exp (k) s = Add (e, one) y = Reciprocal (s)", 0),
+        ("k = Mul (x, eight) e = Exp (k) s = Sub (one, e) y = Div (x, s)", 0),
+    ],
+)
+def test_floats_are_within_the_end_of_their_powers_and_larger_ones_far(
+    nodes: str, end: float
+) -> None:
+    range_ = all_of(
+        f"""(float[4] x) => (y) <float eight = {{8}}, float minus = {{-8}}, float ten = {{10}},
+        float one = {{1}}> {{ {nodes} }}"""
+    )["x"]
+    assert range_.high == pytest.approx(2 * abs(end) if end else 8)
+    beyond = [values for values in range_.far if values.centers or values.is_larger]
+    assert [values.low or values.centers[0] for values in beyond] == pytest.approx(
+        [end if end > 0 else 2 * end] if end else []
+    )
+
+
 def test_integers_whose_sum_divides_are_not_negative() -> None:
     head = "(int16[4] x, int8[4] z) => (float[4] y) { a = Cast <to = 1> (x) b = Cast <to = 1> (z)"
     for divisor, low in (("Add (a, b)", 0), ("Sub (a, b)", -128), ("Mul (s, s)", -128)):
