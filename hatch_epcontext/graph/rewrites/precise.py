@@ -262,37 +262,67 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 
 def _log_of_squares(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """That of at least a number and the sum of two squares, also behind filters."""
-    limited = _at_least(node.input[0], scope)
+    """That of at least a number, or of a number and more, and the sum of two squares; also behind filters,
+    and then of one.
+    """
+    added = _beside_number(node.input[0], "Add", scope)
+    limited = added or _at_least(node.input[0], scope)
     if limited is None:
         return None
     power, number = limited
     # Some square a root again.
     root = scope.maker(value_squared(power, scope) or "")
-    total = scope.maker(root.input[0] if root is not None and root.op_type == "Sqrt" else power)
-    weights, is_first = "", False
+    if root is not None and root.op_type == "Sqrt":
+        power = root.input[0]
+    total, weights, is_first = scope.maker(power), "", False
     if total is not None and total.op_type == "MatMul":
         is_first = scope.constant(total.input[0]) is not None
         weights, power = total.input if is_first else reversed(total.input)
-        filters, total = scope.constant(weights), scope.maker(power)
+        filters = scope.constant(weights)
         if filters is None or filters.ndim < 2 or (filters < 0).any():
             return None
-    if total is None or total.op_type != "Add":
-        return None
-    values = [value for name in total.input if (value := value_squared(name, scope))]
-    if len(values) != 2:
+    values = _squared_values(power, scope, builder, least=1 if weights else 2)
+    if not values:
         return None
     least = math.sqrt(number)
-    largest = builder.add("Max", *(builder.add("Abs", value) for value in values))
+    largest = builder.add("Abs", values[0])
+    if len(values) > 1:
+        largest = builder.add("Max", largest, builder.add("Abs", values[1]))
     if weights:
         largest = builder.reduced("ReduceMax", largest, [-2 if is_first else -1], keepdims=1)
     scale = scale_of(largest, least, 64, builder)
-    power = builder.add("Add", *(_scaled_square(value, scale, builder) for value in values))
+    squares = [_scaled_square(value, scale, builder) for value in values]
+    power = builder.add("Add", *squares) if len(squares) > 1 else squares[0]
     if weights:
         power = builder.add("MatMul", *((weights, power) if is_first else (power, weights)))
+    if added:
+        power = builder.add("Add", power, _scaled_square(builder.number(least), scale, builder))
     result = builder.add("Mul", builder.add("Sqrt", power), scale)
-    result = builder.add("Log", builder.add("Max", result, builder.number(least)))
-    return [builder.add("Mul", result, builder.number(2))]
+    if not added:
+        result = builder.add("Max", result, builder.number(least))
+    return [builder.add("Mul", builder.add("Log", result), builder.number(2))]
+
+
+def _squared_values(name: str, scope: Scope, builder: Builder, least: int) -> list[str]:
+    """The values, at ``least`` so many, of whose squares ``name`` is the sum, moved like that; else none."""
+    moves: list[onnx.NodeProto] = []
+    total = scope.maker(name)
+    while total is not None and total.op_type == "Transpose":
+        moves.append(total)
+        name = total.input[0]
+        total = scope.maker(name)
+    squares = total.input if total is not None and total.op_type == "Add" else [name]
+    values = [value for square in squares if (value := value_squared(square, scope))]
+    if not least <= len(values) == len(squares):
+        return []
+    for move in reversed(moves):
+        # The axes, or all in reverse order.
+        perm = list(graph.attribute(move, "perm", []))
+        values = [
+            builder.transpose(value, perm) if perm else builder.add("Transpose", value)
+            for value in values
+        ]
+    return values
 
 
 def _log_of_more(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:

@@ -235,6 +235,17 @@ def test_a_logarithm_of_a_power_is_that_of_a_scaled_root(body: str) -> None:
     assert found[-3:] == ["Max", "Log", "Mul"]
 
 
+@pytest.mark.parametrize("limited", ["c = Max(bank, least)", "c = Add(bank, least)"])
+@pytest.mark.parametrize("power", [SQUARES, "power = Mul(x, x) unused = Add(z, z)"])
+def test_powers_are_turned_before_their_filters(power: str, limited: str) -> None:
+    bands = "float[3, 2] bands = {1, 0, 2, 0, 1, 1}"
+    turned = "turned = Transpose<perm = [1, 0]>(power) bank = MatMul(turned, bands)"
+    body = f"{power} {turned} {limited} y = Log(c)"
+    found = mended(of(body, f"{STORED}, {bands}", given=PAIR), "log-power")
+    assert found[-2:] == ["Log", "Mul"]
+    assert found.count("Transpose") == (2 if power == SQUARES else 1)
+
+
 def test_filters_of_a_power_may_come_first() -> None:
     body = f"{SQUARES} bank = MatMul(bands, power) c = Max(bank, least) y = Log(c)"
     bands = "float[2, 3] bands = {1, 0, 2, 0, 1, 1}"
