@@ -801,6 +801,8 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
         largest = min(largest, max(_SMALL, 2 * ordinary.reach))
     if lowest < 0 and not offset:
         yield Far(-min(_SMALL, largest), min(_SMALL, largest))
+    if lowest <= -FULL_SCALE and uses.is_signal and looks_like_sound(facts):
+        yield Far(-FULL_SCALE, FULL_SCALE - 1, (0.0,), (_OF_SOUND,))
     yield from _around(facts, ordinary, uses)
     larger = (far for far in _larger(facts, uses) if far.low < _IN_FLOATS)
     yield from (far for far in larger if ordinary.high < far.high / 2)

@@ -1096,6 +1096,18 @@ def test_offsets_are_common_to_the_ranges_of_inputs_and_within_them() -> None:
     assert spans(found["x"]) == spans(found["z"]) == [(1.494, 0.0015), (1.4985, 0.000375)]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "is_sound"),
+    [("int16", "1, 1, 400", True), ("int8", "1, 1, 400", False), ("int16", "1, 8, 40", False)],
+)
+def test_integers_that_a_filter_reads_are_sound(dtype: str, sizes: str, is_sound: bool) -> None:
+    channels = int(sizes.split(", ")[1])
+    text = f"({dtype}[{sizes}] x) => (y) {{ f = Cast <to = 1> (x) y = Conv (f, w) }}"
+    found = all_of(text, w=np.ones((2, channels, 9), np.float32))["x"]
+    loud = [far for far in found.far if far.spreads == (8000.0,)]
+    assert [(far.low, far.high) for far in loud] == ([(-32768, 32767)] if is_sound else [])
+
+
 def test_pictures_and_sound_have_no_offset() -> None:
     for shape in ("1, 3, 16, 16", "1, 400"):
         text = f"(float[{shape}] x, float[{shape}] z) => (y) {{ y = Sub (x, z) }}"
