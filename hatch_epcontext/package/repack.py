@@ -259,9 +259,12 @@ def _added(path: str, file: Path) -> zipfile.ZipInfo:
 
 
 def is_faster(files: Collection[Path]) -> bool:
-    """Whether it pays to add ``files`` to a finished wheel: hatchling deflates all of them, on one core."""
+    """Whether it pays to add ``files`` to a finished wheel: hatchling deflates all of them, on one core.
+
+    Machines with one core do it too: the wheel is the same on all.
+    """
     is_much = sum(file.stat().st_size for file in files) >= _MUCH
-    return (is_much and cores() > 1) or not all(map(_shrinks, files))
+    return is_much or not all(map(_shrinks, files))
 
 
 def _is_ahead(info: zipfile.ZipInfo, files: Mapping[str, Path]) -> bool:
