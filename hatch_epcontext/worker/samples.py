@@ -95,6 +95,11 @@ class Sample:
         return frozenset(name for name, far in self.far.items() if far.is_larger)
 
     @property
+    def is_counted(self) -> bool:
+        """Whether it has many turns of what numbers count, such as hours."""
+        return any(far.is_counted for far in self.far.values())
+
+    @property
     def has_offset(self) -> bool:
         """Whether it has values that are near each other beside an offset."""
         return any(far.is_offset for far in self.far.values())

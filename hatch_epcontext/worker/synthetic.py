@@ -205,11 +205,18 @@ def far_values(facts: TensorFacts, far: Far, rng: np.random.Generator) -> Array:
         return np.asarray(numbers if _is_real(facts) else np.rint(numbers)).astype(dtype)
     if far.is_larger:
         least = min(3 * far.low, 0.75 * far.high)
-        return rng.uniform(least, far.high, shape).astype(dtype)
+        numbers = rng.uniform(least, far.high, shape)
+        return (_between(numbers) if far.is_counted and is_float(dtype) else numbers).astype(dtype)
     # As many small ones as large ones.
     sizes = np.exp(rng.uniform(0, np.log1p(max(-far.low, far.high)), shape)) - 1
     signs = rng.choice((-1.0, 1.0), shape) if far.low < 0 else np.ones(shape)
     return np.asarray(np.clip(np.rint(signs * sizes), far.low, far.high)).astype(dtype)
+
+
+def _between(numbers: Numbers) -> Numbers:
+    """Nearly in the middle between two float16s: of one value others may be right by chance."""
+    distance = 2.0 ** (np.floor(np.log2(numbers)) - 10)
+    return np.asarray((np.floor(numbers / distance) + 0.49) * distance)
 
 
 def _is_padding_mask(range_: Range, shape: _Shape) -> bool:

@@ -157,6 +157,11 @@ def test_single_moments_that_are_counted_have_several_samples() -> None:
         tensor = TensorFacts("x", "float32", (size,))
         hours = [s for s in fed([tensor], {"x": replace(OPEN, far=far)}) if s.far]
         assert len({float(sample.feeds["x"].ravel()[0]) for sample in hours}) == number
+        # Between two float16s.
+        numbers = np.concatenate([sample.feeds["x"] for sample in hours])
+        distances = np.abs(np.spacing(numbers.astype(np.float16)).astype(np.float64))
+        shares = np.abs(numbers - numbers.astype(np.float16).astype(np.float64)) / distances
+        assert all((shares > 0.45) & (shares < 0.5))
 
 
 def test_what_the_graph_bounds_is_usual_and_within_its_range() -> None:

@@ -81,8 +81,8 @@ _SECONDS = frozenset({3600, 86400, 604800})
 _ANGLES = (math.tau, 90.0, 120.0, 180.0, 360.0, 720.0)
 """The turns of angles in radians, and of halves and multiples of angles in degrees."""
 
-_TURNS, _TIMES = 100.0, (1.0, 4.0)
-"""How many turns counts have that are no angles, and how many times that: hours of years are more."""
+_TURNS, _TIMES = 100.0, tuple(4.0**exponent for exponent in range(5))
+"""How many turns counts have that are no angles, and how many times that: days since 1900 are many weeks."""
 
 _MAX_VALUES = 4
 """The most other values of a number that is compared."""
@@ -769,7 +769,7 @@ def _counted_on(ordinary: Range, uses: Uses, most: float) -> Iterator[Far]:
     yield from (Far(size / 2, size, is_counted=True) for size in sizes if size / 2 > least)
     if uses.turns > most and not ordinary.whole:
         # Floats beyond the format.
-        yield Far(most, _TIMES[-1] * uses.turns, is_counted=True)
+        yield Far(most, 4 * uses.turns, is_counted=True)
 
 
 def _expected(scale: float) -> float:

@@ -201,8 +201,9 @@ def _far(levels: Levels, *, is_large: bool) -> list[ReferenceRun]:
         return differing[:1]
     others = [level.run for level in far if level.margin >= 0]
     whole = [run for run in others if is_whole(run)]
-    floats = [run for run in others if not is_whole(run)][: not differing]
-    return [*differing[:_MOST_FAR], *floats, *whole]
+    # The emulation does not show how inexact a sine of many turns is.
+    floats = [run for run in others if not is_whole(run) and (not differing or run.is_counted)]
+    return [*differing[:_MOST_FAR], *floats[:1], *whole]
 
 
 def _smallest(larger: Iterable[ReferenceRun]) -> list[ReferenceRun]:

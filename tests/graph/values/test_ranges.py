@@ -561,12 +561,12 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
         ),
         (
             "(float[4] x) => (float[4] y) <float k = {0.2617993878}> { d = Mul (x, k) y = Cos (d) }",
-            [(1200, 2400), (4800, 9600)],
+            [(1200, 2400), (4800, 9600), (19200, 38400), (32752, 65504)],
         ),
         (
             """(float[4] x) => (float[4] y) <float k = {30}, float turn = {360}>
             { d = Mul (x, k) y = Mod <fmod = 1> (d, turn) }""",
-            [(600, 1200), (2400, 4800)],
+            [(600, 1200), (2400, 4800), (9600, 19200), (32752, 65504)],
         ),
         # Minutes, also more of them than float16 has.
         (
@@ -577,7 +577,7 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
         (
             """(float[4] x) => (float[4] y) <float period = {30}>
             { d = Div (x, period) f = Floor (d) y = Sub (d, f) }""",
-            [(1500, 3000), (6000, 12000)],
+            [(1500, 3000), (6000, 12000), (24000, 48000), (32752, 65504)],
         ),
         # A Floor that leaves nothing, and several frequencies of hours.
         (
@@ -588,7 +588,7 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
         (
             """(float[4, 1] x) => (float[4, 2] y) <float[1, 2] k = {0.2617993878, 0.0001}>
             { d = MatMul (x, k) y = Sin (d) }""",
-            [(1200, 2400), (4800, 9600)],
+            [(1200, 2400), (4800, 9600), (19200, 38400), (32752, 65504)],
         ),
         (
             """(float[4] x) => (float[4] y) <float k = {0.0174532925}, float two = {2}>
