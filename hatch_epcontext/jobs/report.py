@@ -209,7 +209,7 @@ def describe_values(values: InputValues) -> str:
         # Only integers of 32 bits and more are so large.
         bits, largest = values.bits or 32, show_number(values.in_floats)
         end = f"ends integers of {bits} bits in floats at {largest}"
-    what = "sums with other inputs" if values.several else "values"
+    what = "sums with other values" if values.several else "values"
     beyond = f"{what} above {show_number(values.most)}"
     if -values.least not in (0, values.most, values.most + 1):
         beyond += f", or below {show_number(values.least)},"

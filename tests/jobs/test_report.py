@@ -107,7 +107,7 @@ def test_a_warning_says_where_the_arithmetic_of_an_input_ends() -> None:
     assert time.startswith(
         "m: 'time' was 3; the EP ends integers of 32 bits in floats at 131008: values above 231108, or below "
     )
-    assert "131008: sums with other inputs above 131008 are not" in gap
+    assert "131008: sums with other values above 131008 are not" in gap
     # What the graph does not expect is a fact, and no warning.
     assert "integers in 32 bits, integers in floats up to 131008" in describe_validation(validation)
     assert "2147483647" in describe_values(inputs[1])

@@ -130,10 +130,11 @@ class Uses:
     ``centers``: constants that it subtracts, or compares with. ``indexed``: the size of an axis in which they
     are indices. ``is_signal``: whether a filter reads them. ``scale``: the smallest factor by which it
     multiplies them. ``gain``: as in `Range`, of what it multiplies by stored integers; ``product``: of what
-    it multiplies by each other. ``floats`` and ``reach``: as in `Range`. ``long``: the largest integer by
-    which it divides them, if that shows that they are large; ``in_digits``: whether it takes their decimal
-    digits apart. ``skipping``: the value for which a Loop has no iteration. ``is_shifted``: whether it
-    subtracts them, as floats, from neighbours, their mean or another input.
+    it multiplies by each other. ``floats`` and ``reach``: as in `Range`. ``long`` and ``modulus``: the
+    largest integers by which it divides them and of which it takes a remainder, if these show that they are
+    large; ``has_digits``: whether it takes decimal digits out of their middle. ``skipping``: the value for
+    which a Loop has no iteration. ``is_shifted``: whether it subtracts them, as floats, from neighbours,
+    their mean or another input.
     ``size`` and ``degree``: up to which their powers matter, and the largest degree of these, see `powers`.
     ``is_wide``: whether such values differ in size. ``beside``: the largest constant that it adds to them.
     ``turn``: the shortest turn of what they count, such as hours; infinite for angles. ``is_weight``: whether
@@ -151,7 +152,8 @@ class Uses:
     floats: InFloats | None = None
     reach: float = 0.0
     long: float = 0.0
-    in_digits: bool = False
+    modulus: float = 0.0
+    has_digits: bool = False
     skipping: float | None = None
     is_shifted: bool = False
     size: float = 0.0
@@ -174,7 +176,11 @@ class Uses:
 
         Of decimal digits the first part has as many as the others together: that of a date is the year.
         """
-        return self.long**2 if self.in_digits or not self.long else _MAX_EXACT
+        are_decimal = _is_decimal(self.long) and _is_decimal(self.modulus)
+        # Milliseconds have no digits between seconds and the rest.
+        in_digits = self.has_digits or (are_decimal and self.modulus < self.long)
+        largest = max(self.long, self.modulus)
+        return largest**2 if in_digits or not largest else _MAX_EXACT
 
     @property
     def least(self) -> float:
@@ -413,6 +419,8 @@ class UsesOfInputs:
                 uses.floats = replace(uses.floats, wide=True)
             if is_hash:
                 uses.reach = _MAX_EXACT
+            elif is_plain and is_modulo:
+                uses.modulus = max(uses.modulus, float(np.abs(divisors).max()))
             elif is_plain:
                 uses.long = max(uses.long, float(np.abs(divisors).max()))
             elif node.op_type == "Log" and not term.several:
@@ -421,7 +429,7 @@ class UsesOfInputs:
                 # As the bytes of an address.
                 modulus, divisor = float(np.abs(divisors).max(initial=0)), 1 / abs(term.scale)
                 uses.reach = max(uses.reach, modulus * divisor)
-                uses.in_digits |= _is_decimal(modulus) and _is_decimal(divisor)
+                uses.has_digits |= _is_decimal(modulus) and _is_decimal(divisor)
 
     def _add_centers(self, node: onnx.NodeProto) -> None:
         for operand, other in ((0, 1), (1, 0)):
@@ -637,12 +645,12 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         scaled = _expected(uses.scale) if uses.scale < 1 else 0.0
         reach = max(uses.reach, uses.divided, uses.turns, scaled)
         reach = 0.0 if ordinary.is_firm else reach
-        ordinary, reach = _within_integers(ordinary, reach, _LARGE // uses.gain)
+        ordinary, allowed = _within_integers(ordinary, _LARGE // uses.gain)
         gain = max(uses.gain, uses.product)
         integers = replace(ordinary, floats=uses.floats, reach=reach, gain=gain)
-        return replace(integers, far=tuple(_far_integers(facts, integers, uses)))
+        return replace(integers, far=(*allowed, *_far_integers(facts, integers, uses)))
     if not ordinary.is_open:
-        larger = (*_larger(facts, uses), *_counted_on(ordinary, uses, _IN_FLOATS))
+        larger = (*_larger(facts, uses), *_counted_on(facts, ordinary, uses, _IN_FLOATS))
         # What the range only guesses may be on either side of a threshold, and a divisor's far from it.
         is_image = ordinary.picture or ordinary.usual is not None
         beside = [c for c in uses.centers if not ordinary.known and (c.compared or not is_image)]
@@ -651,7 +659,7 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     ordinary, uses = _around_means(facts, ordinary, uses)
     ordinary, beyond_end = _within_end(ordinary, uses)
     sound = uses.is_signal and looks_like_sound(facts)
-    far = [*_larger(facts, uses), *_counted_on(ordinary, uses, _IN_FLOATS)]
+    far = [*_larger(facts, uses), *_counted_on(facts, ordinary, uses, _IN_FLOATS)]
     far += [*_around(facts, ordinary, uses), *beyond_end]
     if sound and not any(values.is_larger for values in far):
         far.append(Far(centers=(0.0,), spreads=(_OF_SOUND,)))
@@ -671,16 +679,20 @@ def _within_end(ordinary: Range, uses: Uses) -> tuple[Range, list[Far]]:
     return replace(ordinary, low=-high, high=high), [beyond]
 
 
-def _within_integers(ordinary: Range, reach: float, most: float) -> tuple[Range, float]:
-    """``ordinary`` up to ``most``, and its ``reach``: what the graph allows beyond, as rows of a table for
-    the first bytes of addresses, is left to what EPs declare.
+def _within_integers(ordinary: Range, most: float) -> tuple[Range, tuple[Far, ...]]:
+    """``ordinary`` up to ``most``, and what the graph allows beyond, as rows of a table for first bytes of
+    addresses.
     """
     low, high = max(ordinary.low, -most), min(ordinary.high, most)
-    is_beyond = (low, high) != (ordinary.low, ordinary.high)
-    if not (ordinary.known and ordinary.usual is None and is_beyond and low < high):
-        return ordinary, reach
-    allowed = max(-ordinary.low, ordinary.high)
-    return replace(ordinary, low=low, high=high, loose=True), max(reach, allowed)
+    spans = [(ordinary.low, low), (high, ordinary.high)]
+    beyond = [
+        Far(*span, centers=(sum(span) / 2,), spreads=((span[1] - span[0]) / 4,))
+        for span in spans
+        if span[0] < span[1]
+    ]
+    if not (ordinary.known and ordinary.usual is None and beyond and low < high):
+        return ordinary, ()
+    return replace(ordinary, low=low, high=high, loose=True), tuple(beyond)
 
 
 def _around_means(facts: TensorFacts, ordinary: Range, uses: Uses) -> tuple[Range, Uses]:
@@ -762,14 +774,15 @@ def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
     yield from (Far(share * size, size) for size in _SIZES if size / 2 <= most)
 
 
-def _counted_on(ordinary: Range, uses: Uses, most: float) -> Iterator[Far]:
+def _counted_on(facts: TensorFacts, ordinary: Range, uses: Uses, most: float) -> Iterator[Far]:
     """Many turns, such as hours since a start, at ``most``."""
     sizes = dict.fromkeys(min(times * uses.turns, most) for times in _TIMES)
     least = max(-ordinary.low, ordinary.high)
     yield from (Far(size / 2, size, is_counted=True) for size in sizes if size / 2 > least)
-    if uses.turns > most and not ordinary.whole:
-        # Floats beyond the format.
-        yield Far(most, 4 * uses.turns, is_counted=True)
+    has_more = not ordinary.whole and numpy_dtype(facts.dtype).itemsize > 2
+    if uses.turns > most and has_more:
+        # Sums of floats beyond the format.
+        yield Far(2 * most, max(4 * uses.turns, 8 * most), is_counted=True)
 
 
 def _expected(scale: float) -> float:
@@ -789,7 +802,7 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
         if is_index and lowest < 0:
             yield Far(-uses.indexed, ordinary.high)
         if ordinary.loose:
-            yield from _counted_on(ordinary, uses, min(highest, _IN_FLOATS))
+            yield from _counted_on(facts, ordinary, uses, min(highest, _IN_FLOATS))
         return
     if highest <= ordinary.high:
         return
@@ -807,7 +820,7 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
     larger = (far for far in _larger(facts, uses) if far.low < _IN_FLOATS)
     yield from (far for far in larger if ordinary.high < far.high / 2)
     if uses.turns:
-        yield from _counted_on(ordinary, uses, largest)
+        yield from _counted_on(facts, ordinary, uses, largest)
     elif largest > _SMALL and not offset:
         yield Far(-largest if lowest < 0 else 0.0, largest)
 

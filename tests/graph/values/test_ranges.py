@@ -572,7 +572,7 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
         (
             """(float[4] x) => (float[4] y) <float day = {1440}>
             { d = Div (x, day) f = Floor (d) m = Mul (f, day) y = Sub (x, m) }""",
-            [(32752, 65504), (65504, 576000)],
+            [(32752, 65504), (131008, 576000)],
         ),
         (
             """(float[4] x) => (float[4] y) <float period = {30}>
@@ -740,6 +740,14 @@ def test_integers_become_floats_by_a_factor_and_an_offset() -> None:
     assert all_of(text)["x"].floats == InFloats(2, 0, several=True)
 
 
+def test_inputs_of_float16_are_not_beyond_it() -> None:
+    text = """({0}[4] x) => ({0}[4] y)
+        {{ d = Div (x, day) f = Floor (d) m = Mul (f, day) y = Sub (x, m) }}"""
+    for dtype, ends in (("float32", [65504, 576000]), ("float16", [65504])):
+        found = all_of(text.format(dtype.removesuffix("32")), day=np.array(1440, dtype))["x"]
+        assert [far.high for far in found.far] == ends
+
+
 def test_times_of_one_input_are_near_each_other_and_of_two_have_all_differences() -> None:
     text = """({}) => (float[7] y) <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] end = {{9}},
         int64[1] last = {{-1}}> {{ a = Slice (x, one, end) b = Slice ({}, zero, last)
@@ -762,7 +770,7 @@ def test_integers_that_are_added_up_end_where_the_sum_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "ends", "reach"),
+    ("nodes", "ends", "most"),
     [
         # The first byte of an address, and of 16 bits.
         ("i = Div (x, byte4)", (0, 2**31 - 1), 255 * 2**24),
@@ -771,15 +779,16 @@ def test_integers_that_are_added_up_end_where_the_sum_does() -> None:
         ("d = Sub (x, z) i = Div (d, byte4)", (0, 2**30 - 1), 255 * 2**23),
     ],
 )
-def test_what_a_graph_accepts_beyond_integers_of_32_bits_is_left_to_the_provider(
-    nodes: str, ends: tuple[float, float], reach: float
+def test_what_a_graph_accepts_beyond_integers_of_32_bits_is_far_from_the_ordinary(
+    nodes: str, ends: tuple[float, float], most: float
 ) -> None:
     text = f"""(int64[4] x, int64[4] z) => (float[] y, int64[] v)
         <int64 byte4 = {{16777216}}, int64 byte2 = {{256}}>
         {{ {nodes} y = Gather (table, i) v = Abs (z) }}"""
     range_ = all_of(text, table=np.zeros((256, 3), np.float32))["x"]
-    assert (range_.low, range_.high, range_.reach) == (*ends, reach)
-    assert range_.is_firm == (not reach)
+    assert (range_.low, range_.high) == ends
+    assert [(far.low, far.high) for far in range_.far] == ([(ends[1], most)] if most else [])
+    assert range_.is_firm == (not most)
 
 
 @pytest.mark.parametrize(
@@ -820,6 +829,9 @@ def test_integers_whose_upper_half_is_made_negative_have_few_bits(nodes: str) ->
         # Of the digits of a date, and of a telephone number.
         ("d = Div (x, cent) m = Mod (d, cent) e = Mod (x, cent) y = Div (x, myriad)", 10**8),
         ("d = Div (x, buckets) m = Mod (d, buckets) y = Div (x, million)", 10**12),
+        # Of the year and the day of a date, and of seconds and milliseconds.
+        ("e = Mod (x, cent) y = Div (x, myriad)", 10**8),
+        ("e = Mod (x, buckets) y = Div (x, buckets)", 2**53),
         # Of thousands of an amount, as a share of its span.
         ("m = Mul (x, buckets) y = Div (m, hour)", 28.8),
         ("d = Sub (x, hour) y = Abs (d)", 3600),
