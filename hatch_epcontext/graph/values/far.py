@@ -408,14 +408,11 @@ class UsesOfInputs:
         is_modulo = node.op_type == "Mod"
         divisors = np.zeros(0) if other is None else other
         is_long = is_whole and _is_long(divisors, _BUCKETS if is_modulo else _LONG)
-        terms = [*self._numbers(node.input[0])]
-        # Values of one input that are subtracted from each other, such as times, are near each other.
-        has_others = len({term.input for term in terms}) > 1
-        for term in terms:
+        for term in self._numbers(node.input[0]):
             is_plain = is_long and term.scale == 1 and not term.several
             is_hash = is_long and is_modulo and abs(term.scale) >= _LONG
             uses = self.of[term.input]
-            if node.op_type == "Log" and uses.floats and has_others:
+            if node.op_type == "Log" and uses.floats:
                 uses.floats = replace(uses.floats, wide=True)
             if is_hash:
                 uses.reach = _MAX_EXACT

@@ -134,8 +134,11 @@ def _bounds(
     for node in terms.follow():
         uses.add(node)
         for bound in bounds(node, terms.scope):
-            for term in terms.of(node.input[bound.operand]):
-                if _concerns(bound, term):
+            of_operand = terms.of(node.input[bound.operand])
+            for term in of_operand:
+                # Columns with means of their own have no limits in common.
+                is_shared = bound.kind != "clip" or _is_shared(term, of_operand)
+                if is_shared and _concerns(bound, term):
                     reached[term.input].append(_of_input(bound, term))
         if node.op_type in ("Conv", "ConvInteger", "QLinearConv", "FusedConv"):
             gain = _gain(node, terms.scope)
@@ -173,6 +176,12 @@ def _factors(node: onnx.NodeProto, terms: LinearTerms) -> Iterator[str]:
         for one, other in (node.input, reversed(node.input)):
             if terms.scope.constant(other) is None:
                 yield from (term.input for term in terms.of(one))
+
+
+def _is_shared(term: LinearTerm, terms: Iterable[LinearTerm]) -> bool:
+    """Whether all ``terms`` of its input are 0 for the same number as ``term``."""
+    zero, others = term.input_of(0.0), (other for other in terms if other.input == term.input)
+    return all(math.isclose(other.input_of(0.0), zero, rel_tol=1e-6) for other in others)
 
 
 def _concerns(bound: Bound, term: LinearTerm) -> bool:

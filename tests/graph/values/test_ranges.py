@@ -748,14 +748,27 @@ def test_inputs_of_float16_are_not_beyond_it() -> None:
         assert [far.high for far in found.far] == ends
 
 
-def test_times_of_one_input_are_near_each_other_and_of_two_have_all_differences() -> None:
+def test_differences_of_times_of_which_a_logarithm_is_taken_have_all_sizes() -> None:
     text = """({}) => (float[7] y) <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] end = {{9}},
         int64[1] last = {{-1}}> {{ a = Slice (x, one, end) b = Slice ({}, zero, last)
         d = Sub (a, b) c = Cast <to = 1> (d) y = Log (c) }}"""
-    for types, other, wide in (("int64[8] x", "x", False), ("int64[8] x, int64[8] z", "z", True)):
+    for types, other in (("int64[8] x", "x"), ("int64[8] x, int64[8] z", "z")):
         floats = all_of(text.format(types, other))["x"].floats
         assert floats is not None
-        assert (floats.several, floats.wide) == (True, wide)
+        assert (floats.several, floats.wide) == (True, True)
+
+
+def test_a_clip_of_standardized_columns_bounds_none_of_them() -> None:
+    text = """(float[1, 2] x) => (float[1, 2] y) <float[2] mean = {{{}}}, float[2] deviation = {{3, 12}},
+        float low = {{-4}}, float high = {{4}}> {{
+        s = Sub (x, mean) d = Div (s, deviation) y = Clip (d, low, high) }}"""
+    found = all_of(text.format("294, 45"))["x"]
+    assert not found.known
+    assert found.standardized is not None
+    assert (found.standardized.centers, found.standardized.spreads) == ((294, 45), (3, 12))
+    # With one mean all columns have the limits in common.
+    same = all_of(text.format("45, 45"))["x"]
+    assert (same.known, same.low, same.high) == (True, 33, 57)
 
 
 def test_integers_that_are_added_up_end_where_the_sum_does() -> None:
