@@ -72,8 +72,14 @@ class Ties:
         every, some = (
             np.moveaxis(np.asarray(arrays[name], np.float64), self.axis, -1) for name in self.values
         )
-        apart = np.abs(some[..., None] - every[..., None, :])
-        are_tied = (apart <= _NEARLY * np.abs(some)[..., None]).sum(axis=-1) > 1
+        apart = np.where(np.isfinite(some), _NEARLY * np.abs(some), 0.0)
+        are_tied = np.zeros(some.shape, bool)
+        # In order: a comparison of each with each takes gigabytes for a heat map.
+        for index in np.ndindex(some.shape[:-1]):
+            ordered = np.sort(every[index])
+            first = np.searchsorted(ordered, some[index] - apart[index], "left")
+            last = np.searchsorted(ordered, some[index] + apart[index], "right")
+            are_tied[index] = last - first > 1
         return np.moveaxis(are_tied, -1, self.axis)
 
 
@@ -167,6 +173,12 @@ def find_selections(model: onnx.ModelProto) -> Selections:
     return Selections(rows, dict(finder.choices()), rest, suppressed, ties)
 
 
+def _keeps_rows(node: onnx.NodeProto, name: str) -> bool:
+    """Whether the results of ``node`` have the rows of ``name``, which are not what it gathers from."""
+    is_table = node.op_type in operators.GATHERS and name == node.input[0]
+    return graph.operator(node) in _ROWWISE and not is_table
+
+
 class _Finder:
     """Finds what selects the values called ``outputs``."""
 
@@ -183,14 +195,13 @@ class _Finder:
         for node in self._scope.nodes:
             if node.op_type != "TopK" or self._scope.maker(node.input[0]) is None:
                 continue
-            made, waiting = set[str](), [*node.output[1:]]
+            behind, waiting = set[str](), [*node.output[1:]]
             while waiting:
-                made.add(name := waiting.pop())
-                readers = self._scope.nodes_reading(name)
-                results = (r.output[0] for r in readers if graph.operator(r) in _ROWWISE)
-                waiting += (result for result in results if result not in made)
+                behind.add(name := waiting.pop())
+                readers = (r for r in self._scope.nodes_reading(name) if _keeps_rows(r, name))
+                waiting += (r.output[0] for r in readers if r.output[0] not in behind)
             ties = Ties(node.input[0], node.output[0], graph.number(node, "axis", -1))
-            yield from ((name, ties) for name in outputs if name in made)
+            yield from ((name, ties) for name in outputs if name in behind)
 
     def suppressed(self, outputs: Sequence[str]) -> Iterator[Columns]:
         """The columns of ``outputs`` of a NonMaxSuppression: only the number of its rows is open."""

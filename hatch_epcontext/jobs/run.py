@@ -269,7 +269,7 @@ def _run(
     # Its threads only wait for workers.
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            order = _longest_first(begun) if at_once > 1 else range(len(begun.jobs))
+            order = _largest_first(begun) if at_once > 1 else range(len(begun.jobs))
             running = {number: pool.submit(timed, begun.jobs[number]) for number in order}
             for number, job in enumerate(begun.jobs):
                 try:
@@ -294,7 +294,7 @@ def _run(
     return Result(tuple(begun.sources.values()), tuple(built), tuple(failures))
 
 
-def _longest_first(begun: Build) -> list[int]:
+def _largest_first(begun: Build) -> list[int]:
     """The numbers of the jobs, the largest models first, so that no core waits for one of them at the end."""
 
     def size(number: int) -> int:

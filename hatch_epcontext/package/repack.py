@@ -55,7 +55,7 @@ _MUCH = 5 * 10**6
 """Bytes of files from which deflating them on several cores saves more than writing a wheel anew takes."""
 
 _MOST_THREADS = 4
-"""The most threads that deflate: each has a file in memory, up to `_LARGE`."""
+"""The most threads that deflate: each has a file up to `_LARGE` in memory, and what it becomes."""
 
 INCOMPLETE = "models_are_missing.dist-info/NOTE"
 """A file of a wheel without its models: installers reject a wheel with a second ``.dist-info``."""

@@ -110,7 +110,7 @@ def reference(
         deciders = tuple(dict.fromkeys(part.condition for part in parts if part.condition))
         fed = {tensor.name for tensor in inputs}
         # One mask is usually that of all layers.
-        scores = {*hidden_scores(scope)[: path is None]} - chosen.values
+        scores = set() if path else {*hidden_scores(scope)[:1]} - chosen.values
         inner = chosen.values.union(scores, (name for name in deciders if name not in fed))
         cpu = _SourceSession.open(model, path or model.path, states, inner)
         ranges = ranges_for(folded, inputs, model)
@@ -149,7 +149,7 @@ def _with_something_left(runs: list[ReferenceRun], scores: Set[str]) -> list[Ref
 
     def is_hidden(run: ReferenceRun) -> bool:
         frames = (frame[name] for frame in run.candidates for name in scores if name in frame)
-        return any(array.max(initial=-math.inf) <= -HIDING for array in frames)
+        return any(array.size and float(array.max()) <= -HIDING for array in frames)
 
     left = [run for index, run in enumerate(runs) if index == 0 or not is_hidden(run)]
     usual, usual_left = (sum(run.usual for run in some) for some in (runs, left))

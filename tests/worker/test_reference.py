@@ -319,6 +319,15 @@ def test_no_sample_hides_all_scores(hides: str, tmp_path: Path) -> None:
     assert not any(run.candidates for run in expected.runs)
 
 
+def test_largest_integers_are_scores_too(tmp_path: Path) -> None:
+    made = parsed(
+        """(int64[1, 6] ids) => (int64[1, 1] y) <int64 far = {-1000000}, int64 none = {0}> {
+            h = Equal (ids, none) s = Where (h, far, ids) y = ReduceMax <axes = [1]> (s) }"""
+    )
+    _, expected = referred(made, tmp_path)
+    assert not any((run.feeds["ids"] == 0).all() for run in expected.runs)
+
+
 def test_samples_count_that_all_hide_their_scores(tmp_path: Path) -> None:
     _, expected = referred(masked("s = Where (h, far, far) p = Softmax (s)"), tmp_path)
     assert len(expected.runs) > 20

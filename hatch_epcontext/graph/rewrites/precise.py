@@ -315,6 +315,9 @@ def _squared_values(name: str, scope: Scope, builder: Builder, least: int) -> li
     values = [value for square in squares if (value := value_squared(square, scope))]
     if not least <= len(values) == len(squares):
         return []
+    if moves and any(scope.sizes(value) != scope.sizes(name) for value in values):
+        # The axes of a value that is broadcast are others.
+        return []
     for move in reversed(moves):
         # The axes, or all in reverse order.
         perm = list(graph.attribute(move, "perm", []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Literal
@@ -142,8 +143,12 @@ def divisors(node: onnx.NodeProto, scope: Scope) -> Iterator[tuple[str, Bound]]:
     Factors, and a stored number that is divided, show the unit.
     """
     waiting = [_Divisor.of(node, scope)] if node.op_type in ("Div", "Reciprocal") else []
+    seen = set[str]()
     while waiting:
         divisor = waiting.pop()
+        if divisor.name in seen:
+            continue
+        seen.add(divisor.name)
         readers = scope.nodes_reading(divisor.name)
         is_amount = divisor.is_each and all(_is_of_amounts(reader, scope) for reader in readers)
         if len(readers) > 1 and not is_amount:
@@ -152,7 +157,9 @@ def divisors(node: onnx.NodeProto, scope: Scope) -> Iterator[tuple[str, Bound]]:
         maker = scope.maker(divisor.name)
         # A Constant in a branch has no inputs.
         if maker is not None and maker.input:
-            waiting += divisor.operands(maker, scope)
+            # Of a malformed exponent there is no unit.
+            with contextlib.suppress(*INVALID):
+                waiting += divisor.operands(maker, scope)
 
 
 def _is_of_amounts(node: onnx.NodeProto, scope: Scope) -> bool:
@@ -165,13 +172,14 @@ def _of_divisor(node: onnx.NodeProto, unit: float, scope: Scope) -> Iterator[tup
     """The operands of ``node``, which makes a divisor of about one ``unit``, each with its own unit."""
     operator, first = node.op_type, node.input[0]
     constants = [*_constants(node, scope)]
-    factor = abs(constants[0]) if len(constants) == 1 else 0.0
+    number = constants[0] if len(constants) == 1 else 0.0
+    factor = abs(number)
     if operator == "Sqrt":
         yield first, unit**2
     elif operator in _KEEPING_SIGNS:
         yield first, unit
     elif operator in ("Div", "Pow") and factor and scope.constant(first) is None:
-        yield first, unit * factor if operator == "Div" else unit ** (1 / factor)
+        yield first, unit * factor if operator == "Div" else unit ** (1 / number)
     elif operator == "Mul":
         own = unit / factor if factor else math.sqrt(unit)
         yield from ((name, own) for name in dict.fromkeys(node.input))
@@ -373,11 +381,11 @@ def _readers_behind(
 
 def hidden_scores(scope: Scope) -> list[str]:
     """The scores in a graph of which only the largest count; none if no stored number hides any."""
-    sizes = (ends(name, scope) for name, tensor in scope.stored.items() if tensor is not None)
-    if not any(size[0] <= -HIDING for size in sizes if size):
-        return []
     nodes = (node for node in scope.body.node if node.op_type in _OF_LARGEST)
-    return [*dict.fromkeys(node.input[0] for node in nodes)]
+    if not (scores := [*dict.fromkeys(node.input[0] for node in nodes)]):
+        return []
+    sizes = (ends(name, scope) for name, tensor in scope.stored.items() if tensor is not None)
+    return scores if any(size[0] <= -HIDING for size in sizes if size) else []
 
 
 def _choice(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
@@ -402,10 +410,8 @@ def _negative_bits(node: onnx.NodeProto, scope: Scope) -> Iterator[Bound]:
         shifted = scope.maker(node.input[other])
         if shifted is None or shifted.op_type not in ("Add", "Sub"):
             continue
-        (end, *others), name = (
-            map(abs, ends(shifted.input[1], scope) or (0.0,)),
-            node.input[operand],
-        )
+        name = node.input[operand]
+        end, *others = map(abs, ends(shifted.input[1], scope) or (0.0,))
         is_half = any(n == name and half in (end / 2, end / 2 - 1) for n, half in compared)
         if is_half and shifted.input[0] == name and not others and math.frexp(end)[0] == 0.5:
             yield Bound(operand, 0, end - 1)

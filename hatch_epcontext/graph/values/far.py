@@ -82,7 +82,8 @@ _ANGLES = (math.tau, 90.0, 120.0, 180.0, 360.0, 720.0)
 """The turns of angles in radians, and of halves and multiples of angles in degrees."""
 
 _TURNS, _TIMES = 100.0, tuple(4.0**exponent for exponent in range(5))
-"""How many turns counts have that are no angles, and how many times that: days since 1900 are many weeks."""
+"""How many turns counts have that are no angles, and how many times as many: days since 1900 are many weeks.
+"""
 
 _MAX_VALUES = 4
 """The most other values of a number that is compared."""
@@ -140,7 +141,7 @@ class Uses:
     ``turn``: the shortest turn of what they count, such as hours; infinite for angles. ``is_weight``: whether
     it multiplies stored numbers that differ, such as coordinates, by them. ``exponent``: the largest integer
     of which, as the exponent of a stored number, the power is a float16. ``end``: the float nearest to 0 of
-    which a power is none.
+    which a power is beyond float16; infinite without one.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -346,7 +347,8 @@ class UsesOfInputs:
         for term in self._own(node.input[operand]) if end and not self._fades(node) else ():
             uses, number = self.of[term.input], term.input_of(end)
             # A number beside a constant, such as a rate, is small; powers of others have all sizes.
-            is_beside = node.op_type == "Exp" or operand == 1 or term.offset > 0
+            is_rate = term.offset > (end if end < 1 else 0.0)
+            is_beside = node.op_type == "Exp" or operand == 1 or is_rate
             if is_beside and abs(number) < abs(uses.end):
                 uses.end = number
 

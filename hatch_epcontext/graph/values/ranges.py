@@ -97,8 +97,8 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
 def _centers(scope: Scope) -> Iterator[tuple[str, Far]]:
     """The inputs of which a component divides something, and around what they are."""
     for node in scope.nodes:
-        if (found := center_away_from_pole(node, scope)) is not None:
-            name, center = found
+        if (component := center_away_from_pole(node, scope)) is not None:
+            name, center = component
             centers = tuple(map(float, center))
             yield name, Far(centers=centers, spreads=(1.0,) * center.size, shape=center.shape)
 
@@ -215,7 +215,7 @@ def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[Tenso
         low, high = (lowest, highest) if is_byte else (0.0, _MAX_OF_BYTES)
         for bound in (bound for bound in reached if bound.kind == "divisor"):
             # Integers are not divided by 0.
-            low = max(low, min(math.ceil(bound.low), highest))
+            low = max(low, min(math.ceil(bound.low), highest // 3))
             high = max(high, min(math.floor(bound.high), highest))
         picture = dtype == np.uint8 and looks_like_image(facts)
         return Range(low, high, known=False, whole=True, picture=picture)

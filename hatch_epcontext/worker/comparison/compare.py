@@ -111,7 +111,7 @@ def compare_runs(
             result = replace(result, unusual=(*result.unusual, difference))
             continue
         result = replace(result, agreed=(*result.agreed, run))
-        if not run.usual:
+        if not run.usual or is_rare:
             # It agrees: how nearly says nothing of usual values.
             continue
         compared += _with_gap(agreeing, run, emulated)

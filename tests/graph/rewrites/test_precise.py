@@ -246,6 +246,14 @@ def test_powers_are_turned_before_their_filters(power: str, limited: str) -> Non
     assert found.count("Transpose") == (2 if power == SQUARES else 1)
 
 
+def test_squares_that_are_broadcast_are_not_turned() -> None:
+    body = f"""{SQUARES} turned = Transpose<perm = [1, 0]>(power) bank = MatMul(turned, bands)
+        c = Max(bank, least) y = Log(c)"""
+    stored = f"{STORED}, float[3, 2] bands = {{1, 0, 2, 0, 1, 1}}"
+    model = of(body, stored, given="float[3, 8] x, float[8] z")
+    assert correct(model, ("log-power",)) == ()
+
+
 def test_filters_of_a_power_may_come_first() -> None:
     body = f"{SQUARES} bank = MatMul(bands, power) c = Max(bank, least) y = Log(c)"
     bands = "float[2, 3] bands = {1, 0, 2, 0, 1, 1}"

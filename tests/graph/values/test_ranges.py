@@ -395,6 +395,8 @@ def test_a_divisor_that_is_also_calculated_with_is_not_near_zero(nodes: str, uni
 def test_integers_that_divide_a_stored_number_are_as_large_as_its_quotient() -> None:
     found = ranges("(int32[4] x) => (y) <float k = {1e6}> { f = Cast <to = 1> (x) y = Div (k, f) }")
     assert (found["x"].low, found["x"].high) == (500, 1500)
+    found = ranges("(uint8[4] x) => (y) <float k = {1e6}> { f = Cast <to = 1> (x) y = Div (k, f) }")
+    assert (found["x"].low, found["x"].high) == (85, 255)
 
 
 def test_values_are_around_a_constant_also_of_an_input_that_divides() -> None:
@@ -423,14 +425,17 @@ def test_a_divisor_in_a_branch_may_be_a_constant() -> None:
         ("d = Sqrt (x) y = Div (hundred, d)", 100),
         # The quotient has half of the digits.
         ("d = Mul (x, thousandth) y = Div (hundred, d)", 10**4),
-        # A number to the power of x has no unit.
+        ("s = Pow (x, minus) y = Div (hundred, s)", 10**-0.5),
+        # A number to the power of x has no unit, and none is beyond all floats.
+        ("d = Pow (x, tiny) y = Div (hundred, d)", 0),
         ("d = Pow (two, x) y = Div (one, d)", 0),
     ],
 )
 def test_factors_on_the_way_to_a_divisor_show_its_unit(nodes: str, unit: float) -> None:
     range_ = ranges(
         f"""(float[4] x) => (y) <float hundred = {{100}}, float thousandth = {{0.001}},
-        float tenth = {{0.1}}, float two = {{2}}, float one = {{1}}> {{ {nodes} }}"""
+        float tenth = {{0.1}}, float two = {{2}}, float one = {{1}}, float minus = {{-2}},
+        float tiny = {{0.001}}> {{ {nodes} }}"""
     )["x"]
     ends = (0.5 * unit, 1.5 * unit) if unit else (-8, 8)
     assert (range_.low, range_.high) == pytest.approx(ends)
@@ -1036,6 +1041,8 @@ def test_integers_are_not_divided_by_0_and_their_products_have_32_bits() -> None
         ("y = Exp (x)", 0),
         ("y = Pow (ten, x)", 0),
         ("k = Mul (x, eight) e = Exp (k) f = Exp (x) y = Add (e, f)", math.log(65504) / 8),
+        # A pole, and powers that are below 1 behind it.
+        ("g = Add (x, small) y = Pow (g, minus)", 0),
         # Powers have all sizes; and of a large one a quotient is small.
         ("y = Pow (x, ten)", 0),
         ("k = Mul (x, eight) e = Exp (k) s = Add (e, one) y = Reciprocal (s)", 0),
@@ -1047,7 +1054,7 @@ def test_floats_are_within_the_end_of_their_powers_and_larger_ones_far(
 ) -> None:
     range_ = all_of(
         f"""(float[4] x) => (y) <float eight = {{8}}, float minus = {{-8}}, float ten = {{10}},
-        float one = {{1}}> {{ {nodes} }}"""
+        float one = {{1}}, float small = {{1e-6}}> {{ {nodes} }}"""
     )["x"]
     assert range_.high == pytest.approx(2 * abs(end) if end else 8)
     beyond = [values for values in range_.far if values.centers or values.is_larger]

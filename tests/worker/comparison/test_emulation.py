@@ -633,6 +633,21 @@ def test_few_usual_samples_that_the_format_makes_wrong_are_a_warning(tmp_path: P
     assert describe_values(first.run, []).startswith(f"inputs as in the sample {rare[0]!r}, 'x' ")
 
 
+def test_a_target_that_is_more_exact_for_rare_samples_has_no_level_for_them(
+    tmp_path: Path,
+) -> None:
+    divergence, levels = emulated(parsed(CATENARY), tmp_path)
+    model, expected = divergence.model, divergence.reference
+    levels = with_rare(conditioned(levels, model, expected, QNN))
+    path = save(model.prepared, tmp_path / "exact.onnx")
+    runs = choose(levels)
+    compared = compare_runs(open_session(path, cpu_options()), expected, QNN, runs, levels)
+    rare = {level.run.name for level in levels if level.rare}
+    assert rare & {*compared.samples}
+    assert not compared.unusual
+    assert rare.isdisjoint(level.run.name for level in compared.levels)
+
+
 def test_many_usual_samples_that_the_format_makes_wrong_are_not_rare(tmp_path: Path) -> None:
     _, levels = emulated(log_of_power(), tmp_path)
     assert levels.margin < 0

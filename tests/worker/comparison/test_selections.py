@@ -13,7 +13,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.errors import Key
 from hatch_epcontext.graph.dtypes import Array, Arrays, Numbers
-from hatch_epcontext.graph.selections import Choice, Selections, find_selections, with_reads
+from hatch_epcontext.graph.selections import Choice, Selections, Ties, find_selections, with_reads
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.measures import OutputFacts, compare_values
 from hatch_epcontext.worker.comparison.runs import Reference, read_reference, write_reference
@@ -391,6 +391,23 @@ def test_indices_of_equal_values_say_nothing(nodes: str, tmp_path: Path) -> None
         other[rows] += 3
         own = {**compared.wanted, "y": other.astype(compared.wanted["y"].dtype)}
         assert compared.is_near(own) == is_near
+
+
+@pytest.mark.parametrize("hidden", [0.0, -np.inf])
+def test_selected_values_are_tied_with_equal_candidates(hidden: float) -> None:
+    rows = np.array([[3, hidden, 1, hidden], [hidden, 2, 2, 1]])
+    picked = np.array([[3, 1, hidden], [2, 2, 1]])
+    tied = Ties("rows", "picked").of({"rows": rows, "picked": picked})
+    assert tied.tolist() == [[False, False, True], [True, True, False]]
+
+
+def test_what_is_gathered_in_another_order_than_that_of_a_topk_has_no_ties() -> None:
+    made = parsed(
+        """(float[9] x, int64[4] order) => (int64[4] y, int64[4] z) <int64[1] k = {4}> {
+            r = Relu (x) values, numbers = TopK <axis = 0> (r, k)
+            y = Gather (numbers, order) z = Neg (numbers) }"""
+    )
+    assert {*find_selections(made).ties} == {"z"}
 
 
 def test_other_uses_of_a_topk_are_no_selections() -> None:
