@@ -32,6 +32,7 @@ from hatch_epcontext.worker.protocol import (
     Order,
     report_in,
 )
+from hatch_epcontext.worker.raised import is_of_onnx_runtime
 from hatch_epcontext.worker.requests import REQUESTS, Failure
 
 _INFO, _WARNING = 1, 2
@@ -108,21 +109,11 @@ def _explained(error: Exception) -> EpcontextError:
     if isinstance(error, OSError) and is_of_system(error):
         return AccidentError(system_problem(error, Path.cwd()))
     # For any other exception than ONNX Runtime's the traceback goes to the log.
-    if not _is_of_onnx_runtime(error):
+    if not is_of_onnx_runtime(error):
         # The log is on the full disk too.
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
     return LibraryError(Problem(Kind.COMPILE_FAILED, "", f"{type(error).__name__}: {error}"))
-
-
-def _is_of_onnx_runtime(error: Exception) -> bool:
-    """Whether ONNX Runtime or an EP raised it: their messages are complete and meant for users.
-
-    Its exceptions share no base class, and EPs raise a plain RuntimeError through its sessions.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = bool(frames) and "onnxruntime" in Path(frames[-1].filename).parts
-    return type(error).__module__.startswith("onnxruntime.") or inside
 
 
 def _flush() -> None:

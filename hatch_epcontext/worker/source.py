@@ -12,7 +12,6 @@ import onnx
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import (
     Advice,
-    BuildError,
     Diagnosed,
     Key,
     Kind,
@@ -32,6 +31,7 @@ from hatch_epcontext.graph.values.far import dtype_bounds, with_offsets
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.inputs import constant, sized
+from hatch_epcontext.worker.raised import is_of_onnx_runtime
 
 _OLDEST = 7
 """The first opset whose operators ONNX Runtime promises to have."""
@@ -297,15 +297,15 @@ def on_conditions(main: onnx.GraphProto, model: Key | None) -> Advice | None:
 
 @contextlib.contextmanager
 def running_source(model: Model, fixed: onnx.ModelProto) -> Iterator[None]:
-    """Raise ModelError if ONNX Runtime cannot run the source model; BuildErrors stay as they are.
+    """Raise ModelError if ONNX Runtime cannot run the source model; other errors stay as they are.
 
     ``fixed``: the model after its configuration was applied.
     """
     try:
         yield
-    except BuildError:
-        raise
     except Exception as error:
+        if not is_of_onnx_runtime(error):
+            raise
         raise ModelError(_source_failed(model, fixed, error)) from error
 
 

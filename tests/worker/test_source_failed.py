@@ -44,6 +44,13 @@ def test_the_node_and_what_to_set_are_named() -> None:
     ]
 
 
+def test_an_error_of_our_own_is_no_failure_of_the_source() -> None:
+    made = parsed("(float[2] x) => (float[2] y) { y = Neg (x) }")
+    spec = Model("a", Path("a.onnx"), Key(("models", 0)))
+    with pytest.raises(ValueError, match="cannot reshape"), running_source(spec, made):
+        np.zeros(3).reshape(2)
+
+
 @newer_runtime
 def test_open_dimensions_without_a_size_are_the_likely_cause() -> None:
     made = parsed("""(float[?, time] x) => (float[?, t] y) <int64[4] pads = {0, 1, 0, 1}>
