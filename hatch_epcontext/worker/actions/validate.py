@@ -26,6 +26,7 @@ from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.advice import Explained, Subject, explain, problems_of, warning
 from hatch_epcontext.worker.comparison.compare import (
+    Baselines,
     Comparison,
     Difference,
     compare_runs,
@@ -143,18 +144,20 @@ def _compare(
     _check_outputs(request, expected)
     tolerance = within_noise(request.tolerance, expected.facts)
     emulation = _emulate(request, expected, tolerance)
-    if _may_be_wider(request, session, expected, tolerance, emulation):
-        request = replace(request, to_beat=None)
     divergence, emulated = emulation or (None, None)
+    chosen = _chosen_runs(request, expected, divergence, emulated)
+    runs = _with_worst_first(chosen, request.to_beat, emulated)
+    if _may_be_wider(request, session, expected, tolerance, runs, emulated):
+        request, runs = replace(request, to_beat=None), chosen
     if emulated and (beaten := _beaten(request, emulated.ordinary)):
         return Validated(replace(validation, emulation=beaten), beaten=True)
     if request.target.settings.changes_precision:
         expected = for_other_numbers(expected)
     reference = "the CPU's" if expected.facts.integers is None else "its float form's"
     subject = Subject(request.model, reference=reference)
-    runs = _chosen_runs(request, expected, divergence, emulated)
     report = partial(announce, f"running {subject.what}")
-    compared = compare_runs(session, expected, tolerance, runs, emulated, request.to_beat, report)
+    baselines = Baselines(emulated, request.to_beat)
+    compared = compare_runs(session, expected, tolerance, runs, baselines, report)
     if emulated:
         compared = concluded(compared, expected, emulated)
     validation = replace(
@@ -234,17 +237,16 @@ def _may_be_wider(
     session: ort.InferenceSession,
     expected: Reference,
     limits: Tolerance,
-    emulation: tuple[Divergence, Levels] | None,
+    runs: Sequence[ReferenceRun] | None,
+    emulated: Levels | None,
 ) -> bool:
-    """Whether fewer samples that an app may never have may differ than of what is to be beaten: then it is
-    worth more if it is as near.
+    """Whether fewer of ``runs`` that an app may never have may differ than of what is to be beaten: then it
+    is worth more if it is as near.
     """
     if request.to_beat is None or not request.to_beat.unusual:
         return False
-    divergence, emulated = emulation or (None, None)
-    runs = _chosen_runs(request, expected, divergence, emulated) or ()
-    unusual = [run for run in runs if not run.usual]
-    compared = compare_runs(session, expected, limits, unusual, emulated)
+    unusual = [run for run in runs or () if not run.usual]
+    compared = compare_runs(session, expected, limits, unusual, Baselines(emulated))
     return _unusual(compared, emulated) < request.to_beat.unusual
 
 
@@ -259,18 +261,26 @@ def _chosen_runs(
     if not (divergence and emulated and request.model.validate.inputs in SYNTHETIC):
         return None
     deciders, is_optimistic = expected.facts.deciders, divergence.model.optimistic is not None
-    runs = choose(
+    return choose(
         emulated,
         deciders,
         is_optimistic=is_optimistic,
         is_brief=request.is_brief,
         seconds=request.target.provider.seconds_of_run(expected.facts.cost),
     )
-    if (to_beat := request.to_beat) is None:
+
+
+def _with_worst_first(
+    runs: Sequence[ReferenceRun] | None, to_beat: Nearness | None, emulated: Levels | None
+) -> Sequence[ReferenceRun] | None:
+    """``runs`` that the emulation chose, and the worst one of what is ``to_beat``, in the order that says
+    soonest that a result is beaten.
+    """
+    if runs is None or to_beat is None or emulated is None:
         return runs
     if all(run.name != to_beat.sample for run in runs):
-        runs += (level.run for level in emulated if level.run.name == to_beat.sample)
-    # The worst one first says soonest that a result is beaten, but one far from the ordinary never does.
+        runs = [*runs, *(level.run for level in emulated if level.run.name == to_beat.sample)]
+    # One far from the ordinary never says it.
     return sorted(
         runs, key=lambda run: (bool(run.far), 0.0 if run.far else emulated.of(run).margin)
     )

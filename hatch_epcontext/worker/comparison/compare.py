@@ -65,23 +65,47 @@ class Comparison:
         return "" if worst is None else worst.run.name
 
 
+@dataclass(frozen=True)
+class Baselines:
+    """What a model is compared with besides its source: how near it is ``emulated`` in its number format, and
+    how near the artifact is that it is ``to_beat``.
+    """
+
+    emulated: Levels | None = None
+    to_beat: Nearness | None = None
+
+    def have_won(
+        self, before: Sequence[Agreement], run: ReferenceRun, agreeing: Sequence[Agreement]
+    ) -> bool:
+        """Whether no more frames can make results worth more than what is to be beaten, after those of other
+        runs ``before`` and the ``agreeing`` ones of ``run``: the margin only falls, and the gap only grows.
+        """
+        if self.to_beat is None or not run.usual:
+            return False
+        nearness = nearness_of([*before, *_with_gap(agreeing, run, self.emulated)])
+        return not nearness.is_worth(self.to_beat)
+
+
+_NONE = Baselines()
+
+
 def compare_runs(
     session: ort.InferenceSession,
     reference: Reference,
     limits: Tolerance,
     runs: Sequence[ReferenceRun] | None = None,
-    emulated: Levels | None = None,
-    to_beat: Nearness | None = None,
+    baselines: Baselines = _NONE,
     report: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Run ``session`` on ``runs`` of the ``reference``, by default on those for a target.
 
     It ends with the first difference that counts, or with the first frame after which it is not worth more
-    than ``to_beat``, whose worst sample comes first. Of larger floats ``runs`` has the smallest first, and of
-    those beside an offset the largest differences. ``emulated``: the levels in its number format: once two
-    runs are compared, and one of chosen ones is as near as these, the others are not run. ``report`` gets the
-    sample before each run.
+    than what is to be beaten, whose worst sample comes first. Of larger floats ``runs`` has the smallest
+    first, and of those beside an offset the largest differences. If it is emulated: once two runs are
+    compared, and one of chosen ones is as near as that, the others are not run. ``report`` gets the sample
+    before each run.
     """
+    emulated, to_beat = baselines.emulated, baselines.to_beat
     result, compared, taken = Comparison(), list[Agreement](), set[Side]()
     has_own_runs, is_enough = runs is not None, False
     if runs is None:
@@ -98,12 +122,10 @@ def compare_runs(
         if report is not None:
             report(f"for the sample {run.name!r}, {len(names)} of {len(runs)}")
         frames = _compared(session, reference, run, limits)
-        is_beaten = partial(_is_beaten, compared, run, emulated, to_beat)
-        agreeing, difference, ran = _compare_run(frames, run, is_beaten)
-        beaten = is_beaten(agreeing)
-        result = replace(result, samples=names, runs=result.runs + ran)
-        if difference is not None:
-            compared += agreeing
+        one = _compare_run(frames, run, partial(baselines.have_won, compared, run))
+        result = replace(result, samples=names, runs=result.runs + one.frames)
+        if (difference := one.difference) is not None:
+            compared += one.agreeing
             if emulated is not None:
                 difference = difference.beside(emulated.of(run))
             if _counts(run, emulated):
@@ -114,13 +136,13 @@ def compare_runs(
         if not run.usual or is_rare:
             # It agrees: how nearly says nothing of usual values.
             continue
-        compared += _with_gap(agreeing, run, emulated)
-        level = replace(Level.of(run, agreeing, reference.facts, limits), ran=True)
+        compared += _with_gap(one.agreeing, run, emulated)
+        level = replace(Level.of(run, one.agreeing, reference.facts, limits), ran=True)
         result = replace(result, levels=(*result.levels, level))
         if emulated is not None and has_own_runs and run is not reference.runs[0]:
             # The emulation of the runs that are left is nearer, and simulators are slow.
             is_enough |= _is_as_emulated(level, emulated, runs)
-        if beaten:
+        if one.beaten:
             return replace(result, agreements=worst_agreements(compared), beaten=True)
     return replace(result, agreements=worst_agreements(compared))
 
@@ -170,21 +192,6 @@ def _is_known(run: ReferenceRun, result: Comparison) -> bool:
     )
 
 
-def _is_beaten(
-    before: Sequence[Agreement],
-    run: ReferenceRun,
-    emulated: Levels | None,
-    to_beat: Nearness | None,
-    agreeing: Sequence[Agreement],
-) -> bool:
-    """Whether no more frames can make results worth more than ``to_beat``, after those of other runs
-    ``before`` and the ``agreeing`` ones of ``run``: the margin only falls, and the gap only grows.
-    """
-    if to_beat is None or not run.usual:
-        return False
-    return not nearness_of([*before, *_with_gap(agreeing, run, emulated)]).is_worth(to_beat)
-
-
 def _with_gap(
     agreements: Sequence[Agreement], run: ReferenceRun, emulated: Levels | None
 ) -> Sequence[Agreement]:
@@ -210,24 +217,33 @@ def nearness_of(agreements: Iterable[Agreement]) -> Nearness:
     return Nearness(margin, max((a.gap or 0.0 for a in known), default=0.0))
 
 
+@dataclass(frozen=True)
+class _ComparedRun:
+    """The outputs of one run that are ``agreeing``, before a ``difference`` or until they are ``beaten``; and
+    how many ``frames`` ran.
+    """
+
+    agreeing: Sequence[Agreement]
+    frames: int
+    difference: Difference | None = None
+    beaten: bool = False
+
+
 def _compare_run(
-    frames: Iterator[list[Agreement]],
+    frames: Iterable[list[Agreement]],
     run: ReferenceRun,
     is_beaten: Callable[[Sequence[Agreement]], bool],
-) -> tuple[list[Agreement], Difference | None, int]:
-    """The agreements in the ``frames`` of ``run`` before the first difference, and that, or until they are
-    beaten; and how many frames ran.
-    """
+) -> _ComparedRun:
+    """Compare ``frames`` of ``run`` up to the first difference, or until it ``is_beaten``."""
     agreeing: list[Agreement] = []
-    ran = 0
-    for agreements in frames:
-        ran += 1
+    for number, agreements in enumerate(frames):
         if any(agreement.differs for agreement in agreements):
-            return agreeing, Difference(tuple(agreements), run, ran - 1), ran
+            difference = Difference(tuple(agreements), run, number)
+            return _ComparedRun(agreeing, number + 1, difference)
         agreeing += agreements
         if is_beaten(agreeing):
-            break
-    return agreeing, None, ran
+            return _ComparedRun(agreeing, number + 1, beaten=True)
+    return _ComparedRun(agreeing, len(run.frames))
 
 
 def _compared(

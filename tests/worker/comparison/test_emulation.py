@@ -13,7 +13,7 @@ from hatch_epcontext.config.settings import Model
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.graph.number_format import FLOAT16, Fault, NumberFormat
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.compare import Comparison, compare_runs, concluded
+from hatch_epcontext.worker.comparison.compare import Baselines, Comparison, compare_runs, concluded
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect
 from hatch_epcontext.worker.comparison.emulation import (
@@ -331,7 +331,7 @@ def test_a_run_ends_with_the_frame_that_shows_that_it_is_beaten(
     runs = [run for run in expected.runs if len(run.frames) > 1][:2]
     one = next(run for run in expected.runs if len(run.frames) == 1)
     # It leaves 60 dB, 40 above the limit.
-    compared = compare_runs(session, expected, QNN, [*runs, one], to_beat=to_beat)
+    compared = compare_runs(session, expected, QNN, [*runs, one], Baselines(to_beat=to_beat))
     assert (compared.runs, compared.beaten) == (frames, frames == 1)
 
 
@@ -340,7 +340,8 @@ def test_the_sample_that_is_worst_for_what_is_to_be_beaten_comes_first(tmp_path:
     session = open_session(save(scaled(1.001), tmp_path / "b.onnx"), cpu_options())
     runs = [run for run in expected.runs if run.usual][:3]
     to_beat = Nearness(50, sample=runs[2].name)
-    assert compare_runs(session, expected, QNN, runs, to_beat=to_beat).samples == (runs[2].name,)
+    compared = compare_runs(session, expected, QNN, runs, Baselines(to_beat=to_beat))
+    assert compared.samples == (runs[2].name,)
 
 
 def test_states_are_fed_back_in_the_format(tmp_path: Path) -> None:
@@ -426,7 +427,9 @@ def test_a_disagreement_is_explained_by_the_emulation(
     usual = [level for level in levels if level.run.usual]
     runs = [level.run for level in usual if level.margin < 0] or [level.run for level in usual]
     session = open_session(broken, cpu_options())
-    difference = compare_runs(session, divergence.reference, QNN, runs, levels).difference
+    difference = compare_runs(
+        session, divergence.reference, QNN, runs, Baselines(levels)
+    ).difference
     assert difference is not None
     assert message in cause_of(divergence, levels.of(difference.run), difference.margin)[0]
 
@@ -626,7 +629,8 @@ def test_few_usual_samples_that_the_format_makes_wrong_are_a_warning(tmp_path: P
     # What the format computes stands for the target.
     path = save(model.rounding(model.prepared), tmp_path / "rounded.onnx")
     runs = choose(levels)
-    compared = compare_runs(open_session(path, cpu_options()), expected, QNN, runs, levels)
+    session = open_session(path, cpu_options())
+    compared = compare_runs(session, expected, QNN, runs, Baselines(levels))
     assert compared.difference is None
     assert {d.run.name for d in compared.unusual if d.run.usual} <= {*rare}
     (first, *_) = (d for d in compared.unusual if d.run.usual)
@@ -641,7 +645,8 @@ def test_a_target_that_is_more_exact_for_rare_samples_has_no_level_for_them(
     levels = with_rare(conditioned(levels, model, expected, QNN))
     path = save(model.prepared, tmp_path / "exact.onnx")
     runs = choose(levels)
-    compared = compare_runs(open_session(path, cpu_options()), expected, QNN, runs, levels)
+    session = open_session(path, cpu_options())
+    compared = compare_runs(session, expected, QNN, runs, Baselines(levels))
     rare = {level.run.name for level in levels if level.rare}
     assert rare & {*compared.samples}
     assert not compared.unusual
