@@ -204,7 +204,7 @@ def _crossing(aims: Aims, trials: Trials, most: int) -> Iterator[ReferenceRun]:
     comparisons = Comparisons.of(aims.scope, aims.names)
     if not comparisons.pairs:
         return
-    inner = replace(trials, run=trials.reading(comparisons.names))
+    inner = replace(trials, run=trials.reading(comparisons.names), left=2 * most)
     base = inner.result(aims.base.frames)
     if base is None:
         return

@@ -38,6 +38,7 @@ from hatch_epcontext.worker.comparison.runs import (
     Facts,
     Reference,
     ReferenceRun,
+    are_enough,
     finite,
     for_other_numbers,
     is_constant,
@@ -144,7 +145,7 @@ def reference(
 
 def _with_something_left(runs: list[ReferenceRun], scores: Set[str]) -> list[ReferenceRun]:
     """``runs`` without those after the first in which a mask hides all ``scores``, so that nothing is left to
-    choose from. All, if less than a third of the usual ones is left. They do not keep the scores.
+    choose from. All, if too few are left. They do not keep the scores.
     """
 
     def is_hidden(run: ReferenceRun) -> bool:
@@ -152,8 +153,7 @@ def _with_something_left(runs: list[ReferenceRun], scores: Set[str]) -> list[Ref
         return any(array.size and float(array.max()) <= -HIDING for array in frames)
 
     left = [run for index, run in enumerate(runs) if index == 0 or not is_hidden(run)]
-    usual, usual_left = (sum(run.usual for run in some) for some in (runs, left))
-    runs = left if 3 * usual_left >= usual else runs
+    runs = left if are_enough(left, runs) else runs
     others = frozenset(name for frame in runs[0].candidates for name in frame) - scores
     return [
         replace(run, candidates=tuple(_some(c, others) for c in run.candidates if others))

@@ -28,7 +28,12 @@ from hatch_epcontext.graph.selections import with_reads
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Level, Levels, is_whole
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
-from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, run_frames
+from hatch_epcontext.worker.comparison.runs import (
+    Reference,
+    ReferenceRun,
+    are_enough,
+    run_frames,
+)
 from hatch_epcontext.worker.ort_values import value_types
 from hatch_epcontext.worker.session import open_unoptimized
 from hatch_epcontext.worker.synthetic import NEAR
@@ -119,9 +124,9 @@ def conditioned(
 ) -> Levels:
     """``levels`` without ordinary samples after the first at which the source itself is wrong if only its
     inputs are as inexact as the format of ``model``, or numbers with which it compares values are a little
-    larger or smaller: these are near a pole or a threshold, and say nothing of others. All, if less than a
-    third of the usual ones is left. Also without those looked for that the format makes wrong: it may be
-    exact enough in others; and without large integers of which an output is a float that the format lacks.
+    larger or smaller: these are near a pole or a threshold, and say nothing of others. All, if too few are
+    left. Also without those looked for that the format makes wrong: it may be exact enough in others; and
+    without large integers of which an output is a float that the format lacks.
     """
     levels = Levels(
         level
@@ -142,8 +147,8 @@ def conditioned(
         )
     ]
     kept = Levels(level for level in levels if all(level is not other for other in dropped))
-    usual, left = (sum(level.run.usual for level in some) for some in (levels, kept))
-    return kept if 3 * left >= usual else levels
+    left, every = ((level.run for level in some) for some in (kept, levels))
+    return kept if are_enough(left, every) else levels
 
 
 def with_rare(levels: Levels) -> Levels:

@@ -140,6 +140,12 @@ class Reference:
         return {}
 
 
+def are_enough(left: Iterable[ReferenceRun], runs: Iterable[ReferenceRun]) -> bool:
+    """Whether a third of the usual ``runs`` is ``left``, so that what was left out are exceptions."""
+    usual_left, usual = (sum(run.usual for run in some) for some in (left, runs))
+    return 3 * usual_left >= usual
+
+
 def values_of(output: str, runs: Iterable[ReferenceRun]) -> list[Array]:
     """The values of ``output``, or of a candidate, in all frames of ``runs``."""
     frames = (frame for run in runs for frame in run.results)
