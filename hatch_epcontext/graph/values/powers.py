@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field, replace
 
 import numpy as np
 import onnx
@@ -103,12 +103,12 @@ class Powers:
     from each other. ``remaining``: inputs of whose differences a logarithm or a root is taken.
     """
 
-    sizes: Mapping[str, float]
-    amounts: Set[str]
-    levels: Set[str]
-    degrees: Mapping[str, float]
-    differences: Set[str]
-    remaining: Set[str]
+    sizes: dict[str, float] = field(default_factory=dict)
+    amounts: set[str] = field(default_factory=set)
+    levels: set[str] = field(default_factory=set)
+    degrees: dict[str, float] = field(default_factory=dict)
+    differences: set[str] = field(default_factory=set)
+    remaining: set[str] = field(default_factory=set)
 
 
 def powers_of(
@@ -123,31 +123,21 @@ def powers_of(
     ``whole``: those that are integers, such as sizes of pictures: what is multiplied by them is a share.
     ``factors``: other inputs, which are about 1.
     """
-    powers = _Powers(scope, names, whole, factors)
-    powers.follow(main)
-    powers.grow(value.name for value in main.output)
-    return Powers(
-        powers.sizes,
-        powers.amounts,
-        powers.levels,
-        powers.degrees,
-        powers.differences,
-        powers.remaining,
-    )
+    follower = _Follower(scope, names, whole, factors)
+    follower.follow(main)
+    follower.grow(value.name for value in main.output)
+    return follower.found
 
 
-class _Powers:
+class _Follower:
+    """Follows the powers of inputs, and notes in ``found`` what these are by them."""
+
     def __init__(
         self, scope: Scope, names: Iterable[str], whole: frozenset[str], factors: Iterable[str]
     ) -> None:
-        self.sizes: dict[str, float] = {}
+        self.found = Powers()
         self._whole = whole
         self._scope = scope
-        self.amounts: set[str] = set()
-        self.levels: set[str] = set()
-        self.differences: set[str] = set()
-        self.remaining: set[str] = set()
-        self.degrees: dict[str, float] = {}
         self._inputs = frozenset(names)
         self._sums = {
             name: _Sum((_Term(frozenset({name}), 1.0),), rising=True) for name in self._inputs
@@ -238,7 +228,7 @@ class _Powers:
         )
         if is_positive and one.power and other.power:
             # As of the parts of a spectrum.
-            self.levels |= total.inputs
+            self.found.levels.update(total.inputs)
         elif total.power and not (is_positive or total.weighted):
             self._note(total)
         return total
@@ -247,7 +237,7 @@ class _Powers:
         """Note the size at which the terms of ``total`` are as large as each other."""
         if len(total.degrees) == 1:
             self._reach(total.inputs, math.inf)
-            self.differences |= total.inputs
+            self.found.differences.update(total.inputs)
         for high in total.terms:
             for low in total.terms:
                 if high.degree >= 2 and low.degree < high.degree:
@@ -274,7 +264,7 @@ class _Powers:
 
     def _reach(self, names: frozenset[str], size: float) -> None:
         for name in self._measured(names):
-            self.sizes[name] = max(size, self.sizes.get(name, 0.0))
+            self.found.sizes[name] = max(size, self.found.sizes.get(name, 0.0))
 
     def _measured(self, names: frozenset[str]) -> frozenset[str]:
         """Those of the inputs ``names`` that have a size: integers, if there are some."""
@@ -310,7 +300,7 @@ class _Powers:
         degree = max(value.degrees, default=0.0)
         if degree >= 2 and value.power and not value.weighted and len(value.degrees) == 1:
             for name in self._measured(value.inputs):
-                self.degrees[name] = max(degree * is_share, self.degrees.get(name, 0.0))
+                self.found.degrees[name] = max(degree * is_share, self.found.degrees.get(name, 0.0))
 
     def _is_fractional_power(self, node: onnx.NodeProto) -> bool:
         """Whether ``node`` is a power that is no number for negative values."""
@@ -333,13 +323,13 @@ class _Powers:
                 if len(maker.input) != 2 or len({*maker.input}) == 2:
                     waiting += others
                 seen |= others
-        self.amounts |= claimed
+        self.found.amounts.update(claimed)
         return frozenset(claimed)
 
     def _rise(self, value: _Sum) -> None:
         """Note inputs that are not negative, because ``value`` is not: a product, but for squares."""
         if value.rising and all(len(term.inputs) == term.degree for term in value.terms):
-            self.amounts |= value.inputs
+            self.found.amounts.update(value.inputs)
 
     def multiply(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         one, other = operands[:2]
@@ -378,7 +368,8 @@ class _Powers:
         is_amount &= not self._is_share(node.input[0])
         if is_amount and max(base.degrees, default=0.0) == 1:
             self._reach(base.inputs, size)
-            self.remaining |= frozenset() if base.rising else base.inputs
+            if not base.rising:
+                self.found.remaining.update(base.inputs)
 
     def _is_share(self, name: str) -> bool:
         """Whether something smaller than 1 keeps a value from 0, as that of a spectrum."""
@@ -395,7 +386,7 @@ class _Powers:
         return replace(base, terms=tuple(terms), positive=True)
 
     def square(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
-        self.levels |= operands[0].inputs
+        self.found.levels.update(operands[0].inputs)
         return replace(operands[0].times(operands[0]), positive=True)
 
     def norm(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
@@ -438,7 +429,7 @@ class _Powers:
 
     def reduce(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
         if operands[0].power:
-            self.levels |= operands[0].inputs
+            self.found.levels.update(operands[0].inputs)
         return operands[0]
 
     def size_of(self, node: onnx.NodeProto, operands: Sequence[_Sum]) -> _Sum | None:
@@ -453,31 +444,31 @@ class _Powers:
         return replace(one.times(other), weighted=is_weighted or one.weighted or other.weighted)
 
 
-_Rule = Callable[[_Powers, onnx.NodeProto, Sequence[_Sum]], "_Sum | None"]
+_Rule = Callable[[_Follower, onnx.NodeProto, Sequence[_Sum]], "_Sum | None"]
 
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(
         operators.MOVES | operators.EXTREMES | {"Cast"},
-        lambda powers, node, operands: operands[0],
+        lambda follower, node, operands: operands[0],
     ),
-    **dict.fromkeys(operators.MEANS | {"ReduceSum"}, _Powers.reduce),
-    **dict.fromkeys(("Add", "Sub"), _Powers.sum),
-    **dict.fromkeys(("Concat", "Max", "Min"), _Powers.join),
-    **dict.fromkeys(("MatMul", "Gemm", "Conv"), _Powers.combine),
-    **dict.fromkeys(("Abs", "Relu"), _Powers.size_of),
-    "Clip": _Powers.clip,
+    **dict.fromkeys(operators.MEANS | {"ReduceSum"}, _Follower.reduce),
+    **dict.fromkeys(("Add", "Sub"), _Follower.sum),
+    **dict.fromkeys(("Concat", "Max", "Min"), _Follower.join),
+    **dict.fromkeys(("MatMul", "Gemm", "Conv"), _Follower.combine),
+    **dict.fromkeys(("Abs", "Relu"), _Follower.size_of),
+    "Clip": _Follower.clip,
     # Differences of running sums are small.
-    "CumSum": lambda powers, node, operands: replace(operands[0], power=True),
-    "Div": _Powers.divide,
-    "Log": _Powers.logarithm,
-    "Mul": _Powers.multiply,
-    "Neg": lambda powers, node, operands: replace(operands[0], positive=False, rising=False),
-    "Pow": _Powers.power,
-    **dict.fromkeys(("ScatterElements", "ScatterND"), _Powers.scatter),
-    "ReduceL2": _Powers.norm,
-    "ReduceProd": _Powers.product,
-    "ReduceSumSquare": _Powers.square,
-    "Sqrt": _Powers.root,
+    "CumSum": lambda follower, node, operands: replace(operands[0], power=True),
+    "Div": _Follower.divide,
+    "Log": _Follower.logarithm,
+    "Mul": _Follower.multiply,
+    "Neg": lambda follower, node, operands: replace(operands[0], positive=False, rising=False),
+    "Pow": _Follower.power,
+    **dict.fromkeys(("ScatterElements", "ScatterND"), _Follower.scatter),
+    "ReduceL2": _Follower.norm,
+    "ReduceProd": _Follower.product,
+    "ReduceSumSquare": _Follower.square,
+    "Sqrt": _Follower.root,
 }
 
 _READ = dict.fromkeys(("Add", "Sub", "MatMul", "Gemm", "Conv", "Div", "Mul", "Pow"), 2)
