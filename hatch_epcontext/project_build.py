@@ -140,15 +140,14 @@ class ProjectBuild:
     def read(self, config: Config, staging: Path) -> Result:
         """The sources of an editable install that compiles nothing."""
         from hatch_epcontext.jobs.run import download_sources, open_cache
-        from hatch_epcontext.jobs.sources import cut_models, read_sources
+        from hatch_epcontext.jobs.sources import cut_and_read
 
         cache, workers = open_cache(config, self.terminal.warn), self._workers(config)
         download_sources(config, workers)
         # A language model's folder serves all targets.
         models = (m for m in config.models if not m.is_stage)
         config = dataclasses.replace(config, models=tuple(models))
-        config = cut_models(config, cache, workers, staging)
-        return Result(read_sources(config, cache, workers, staging / "check"), ())
+        return Result(cut_and_read(config, cache, workers, staging), ())
 
     def compile_package(
         self, config: Config, project: ProjectMetadata, output: PurePosixPath, packed: Tree

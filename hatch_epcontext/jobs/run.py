@@ -20,8 +20,7 @@ from hatch_epcontext.jobs.artifact import Built, FailureReport, Result, Source
 from hatch_epcontext.jobs.genai import open_folders
 from hatch_epcontext.jobs.hardware import read_reports, with_boards
 from hatch_epcontext.jobs.job import run_job
-from hatch_epcontext.jobs.plan import Job, Plan
-from hatch_epcontext.jobs.plan import plan as make_plan
+from hatch_epcontext.jobs.plan import Job, Plan, jobs_of
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.report import (
     make_report,
@@ -30,7 +29,7 @@ from hatch_epcontext.jobs.report import (
     validation_warnings,
 )
 from hatch_epcontext.jobs.requirements import check_environment, versions_of
-from hatch_epcontext.jobs.sources import cut_plan, read_sources
+from hatch_epcontext.jobs.sources import cut_and_read
 from hatch_epcontext.jobs.steps import Build
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.system import cores, free_memory
@@ -97,28 +96,25 @@ def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:
     _announce(plan, workers)
     download_sources(plan.config, workers)
     workers.expect(target.provider for target in plan.local_targets)
-    plan, read = _cut_and_read(plan, cache, workers, staging)
-    fitting = tuple(with_cache_sizes(source.model, source.facts.own_inputs) for source in read)
-    if fitting != plan.config.models:
-        plan = make_plan(replace(plan.config, models=fitting))
     sources = {
-        model.name: replace(source, model=model)
-        for source, model in zip(read, fitting, strict=True)
+        source.model.name: replace(
+            source, model=with_cache_sizes(source.model, source.facts.own_inputs)
+        )
+        for source in _read(plan.config, cache, workers, staging)
     }
+    models = tuple(source.model for source in sources.values())
+    jobs = jobs_of(replace(plan.config, models=models))
     versions: dict[str, dict[str, str]] = {}
     for target in plan.local_targets:
         # Models may narrow a target: what can change any of its variants counts.
         if not target.from_cache:
             versions.setdefault(target.name, {}).update(versions_of(target, installed))
-    return Build(workers, cache, staging, versions, sources, plan.jobs)
+    return Build(workers, cache, staging, versions, sources, jobs)
 
 
-def _cut_and_read(
-    plan: Plan, cache: Cache, workers: Workers, staging: Path
-) -> tuple[Plan, tuple[Source, ...]]:
-    """``plan`` with its models as they are cut, and what was read of these."""
-    cut = cut_plan(plan, cache, workers, staging)
-    read = read_sources(cut.config, cache, workers, staging / "check")
+def _read(config: Config, cache: Cache, workers: Workers, staging: Path) -> tuple[Source, ...]:
+    """The models of ``config`` as they are compiled."""
+    read = cut_and_read(config, cache, workers, staging)
     # What is compiled cannot have inputs with default values, and each target has the inputs of the source.
     # onnxruntime-genai feeds only those that it knows.
     defaults = {
@@ -127,9 +123,8 @@ def _cut_and_read(
         if source.facts.optional and source.model.genai is None
     }
     if not defaults:
-        return cut, read
-    cut = cut_plan(plan, cache, workers, staging / "defaults", defaults)
-    return cut, read_sources(cut.config, cache, workers, staging / "check-defaults")
+        return read
+    return cut_and_read(config, cache, workers, staging / "defaults", defaults)
 
 
 def _announce(plan: Plan, workers: Workers) -> None:

@@ -21,7 +21,7 @@ from hatch_epcontext.files import FileRecord, is_portable, is_regular, record_fi
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, TensorFacts
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.plan import CACHE_FORMAT, Plan, model_settings, plan
+from hatch_epcontext.jobs.plan import CACHE_FORMAT, model_settings
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.serialize import to_plain, value_sha256
@@ -38,16 +38,16 @@ class _CutModel:
     data: Mapping[str, str]
 
 
-def cut_plan(
-    whole: Plan,
+def cut_and_read(
+    config: Config,
     cache: Cache,
     workers: Workers,
     staging: Path,
     defaults: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
-) -> Plan:
-    """The plan with all models as the configuration changes them; see `cut_models`."""
-    config = cut_models(whole.config, cache, workers, staging, defaults)
-    return whole if config is whole.config else plan(config)
+) -> tuple[Source, ...]:
+    """All models of ``config``, as it changes them; raises as `cut_models` and `read_sources`."""
+    config = cut_models(config, cache, workers, staging, defaults)
+    return read_sources(config, cache, workers, staging / "check")
 
 
 def cut_models(

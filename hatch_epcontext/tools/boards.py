@@ -33,7 +33,7 @@ from hatch_epcontext.jobs.boards import (
     verdict_of,
 )
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.jobs.sources import cut_models, read_sources
+from hatch_epcontext.jobs.sources import cut_and_read
 from hatch_epcontext.package.manifest import FILE
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE
 from hatch_epcontext.providers import DISTRIBUTIONS
@@ -259,8 +259,7 @@ def project_models(
         config = replace(config, models=tuple(models))
         cache = Cache(None, lambda line: None)
         with make_workers(config.build.timeout) as workers:
-            config = cut_models(config, cache, workers, staging)
-            sources = read_sources(config, cache, workers, staging / "check")
+            sources = cut_and_read(config, cache, workers, staging)
         yield {source.model.name: source for source in sources}
 
 

@@ -37,10 +37,10 @@ from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.boards import BoardEntry, BoardRun, as_text
 from hatch_epcontext.jobs.job import reason_not_to_run
-from hatch_epcontext.jobs.plan import Job, plan
+from hatch_epcontext.jobs.plan import Job, jobs_of, plan
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
-from hatch_epcontext.jobs.sources import cut_plan, unknown_outputs
+from hatch_epcontext.jobs.sources import cut_models, unknown_outputs
 from hatch_epcontext.jobs.steps import validate_moved
 from hatch_epcontext.package.folder import damaged_files
 from hatch_epcontext.package.manifest import FILE, Component, ModelPackage, Variant
@@ -160,8 +160,9 @@ def validate_context(
         if source is None:
             return _run(context, model, job, workers, compare=False)
         with temp_dir() as staging:
-            cut = cut_plan(planned, Cache(None, lambda line: None), workers, staging)
-            return _run(context, model, cut.jobs[0], workers, compare=True)
+            cache = Cache(None, lambda line: None)
+            (cut,) = jobs_of(cut_models(planned.config, cache, workers, staging))
+            return _run(context, model, cut, workers, compare=True)
 
     validation = _unless_unavailable(mode, run, str(context)).validation
     return ValidatedContext(str(context), known.name, known.ep, model, validation)
