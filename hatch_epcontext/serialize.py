@@ -232,13 +232,13 @@ def _items(text: str) -> list[str]:
 def from_json(text: str | bytes, type_: type[T]) -> T:
     """The ``type_`` that `to_json` wrote; raises ValueError if the text is not one."""
     try:
-        value = json.loads(text, parse_constant=reject_constant)
+        value = json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
         raise ValueError("it has too many levels") from None
     return from_plain(value, type_)
 
 
-def reject_constant(name: str) -> None:
+def _reject_constant(name: str) -> None:
     """Raise ValueError for NaN and the infinities: Python reads them, but other parsers do not."""
     raise ValueError(f"{name} is not a number in JSON")
 

@@ -12,14 +12,10 @@ from typing import Literal
 
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.text import printable
 from hatch_epcontext.worker.results import Validation
 
 REPORT_FORMAT = 1
 """The version of the reports' format."""
-
-MAX_TEXT = 500
-"""The most characters of a text in a report: they become a part of messages and of the manifest."""
 
 BoardVerdict = Literal["agrees", "sensitive", "differs", "inconclusive", "not-compared"]
 """What a report says of a target that was run."""
@@ -90,11 +86,6 @@ class BoardReport:
     generator: str
     package: str
     entries: tuple[BoardEntry, ...]
-
-
-def as_text(text: str) -> str:
-    """``text``, of a driver or an EP, as a report may have it: on one line."""
-    return printable(text)[:MAX_TEXT]
 
 
 def verdict_of(validation: Validation) -> BoardVerdict:

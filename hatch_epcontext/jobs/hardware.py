@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import ConfigError, Key, Kind, Problem
 from hatch_epcontext.files import read_regular
 from hatch_epcontext.jobs.artifact import Built, Result
 from hatch_epcontext.jobs.boards import (
-    MAX_TEXT,
     REPORT_FORMAT,
     BoardEntry,
     BoardReport,
@@ -21,19 +18,9 @@ from hatch_epcontext.jobs.boards import (
     describe_run,
     report_files,
 )
-from hatch_epcontext.serialize import from_plain, reject_constant, value_sha256
-from hatch_epcontext.text import count, printable, show_size
+from hatch_epcontext.serialize import from_json, value_sha256
 
 _KEY = Key() / "validated-on"
-
-_MAX_SIZE = 16 * 2**20
-"""The most bytes of a report."""
-
-_MAX_REPORTS = 1000
-"""The most reports of a project."""
-
-_MAX_NUMBER = 1e9
-"""No time in seconds, ratio in decibels or number of runs is larger."""
 
 _COUNTING = ("agrees", "sensitive", "differs")
 """The verdicts that count."""
@@ -47,8 +34,8 @@ def read_reports(config: Config) -> Reports:
     if config.validated_on is None:
         return {}
     files, reports, problems = report_files(config.validated_on), {}, []
-    if not 0 < len(files) <= _MAX_REPORTS:
-        message = f"the folder has {count(len(files), 'report')} (*.json), and may have 1 to {_MAX_REPORTS}."
+    if not files:
+        message = "the folder has no report (*.json)."
         hint = "epcontext validate --report writes one. Without any, remove the key."
         raise ConfigError(Problem.at(_KEY, Kind.FILE_NOT_FOUND, message, hint))
     for file in files:
@@ -56,62 +43,27 @@ def read_reports(config: Config) -> Reports:
         try:
             reports[name] = _read(file)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else printable(str(error))
-            message = f"it is not used: {reason}."[: 2 * MAX_TEXT]
+            reason = error.strerror if isinstance(error, OSError) else error
             hint = "Write it again with epcontext validate --report, or remove it."
-            problems.append(Problem(Kind.INVALID_REPORT, name, message, hint))
+            problems.append(Problem(Kind.INVALID_REPORT, name, f"it is not used: {reason}.", hint))
     ConfigError.check([*problems, *_conflicts(reports)])
     return reports
 
 
 def _read(file: Path) -> BoardReport:
     """The report in ``file``; raises OSError, and ValueError for anything that is none."""
-    if (size := file.stat().st_size) > _MAX_SIZE:
-        raise ValueError(f"it has {show_size(size)}, and a report at most {show_size(_MAX_SIZE)}")
-    try:
-        return _parse(read_regular(file))
-    except RecursionError:
-        raise ValueError("it has too many levels") from None
-
-
-def _parse(raw: bytes) -> BoardReport:
-    """The report in ``raw``; raises ValueError for anything else."""
-    content = json.loads(raw, parse_constant=reject_constant)
-    if not isinstance(content, dict) or not {"format", "entries"} <= content.keys():
-        raise ValueError("it is no report of epcontext validate")
-    if content["format"] != REPORT_FORMAT:
-        raise ValueError(
-            f"its format is {content['format']!r}, and this version reads {REPORT_FORMAT}"
-        )
-    for text in _texts(content):
-        if len(text) > MAX_TEXT or text != printable(text):
-            raise ValueError(f"it has a text that no report has: {printable(text)[:40]!r}")
-    report = from_plain(content, BoardReport)
-    for run in (entry.run for entry in report.entries if entry.run):
-        # Only a ratio in decibels may be negative.
-        numbers = (run.latency, run.load, abs(run.snr or 0.0), run.samples, run.runs)
-        if not all(number is None or 0 <= number < _MAX_NUMBER for number in numbers):
-            raise ValueError("it has a number that no run has")
-        if run.simulated and (run.latency, run.load) != (None, None):
-            raise ValueError("it has times of a simulator, which are not those of a chip")
+    report = from_json(read_regular(file), BoardReport)
+    if report.format != REPORT_FORMAT:
+        raise ValueError(f"its format is {report.format}, and this version reads {REPORT_FORMAT}")
     return report
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value of JSON."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
-        for item in value:
-            yield from _texts(item)
-        if isinstance(value, dict):
-            yield from _texts([*value.values()])
 
 
 def _conflicts(reports: Reports) -> Iterator[Problem]:
     """Reports that disagree about the same files, on the same chip with the same driver and versions."""
     known: dict[str, tuple[str, bool]] = {}
     for name, entry, run in _runs(reports):
+        if run.verdict not in _COUNTING:
+            continue
         same = value_sha256([entry.source_sha256, entry.files, run.board])
         other, differed = known.setdefault(same, (name, run.verdict == "differs"))
         if differed != (run.verdict == "differs"):
@@ -124,10 +76,10 @@ def _conflicts(reports: Reports) -> Iterator[Problem]:
 
 
 def _runs(reports: Reports) -> Iterator[tuple[str, BoardEntry, BoardRun]]:
-    """The entries of all ``reports`` that say how a target agrees."""
+    """The entries of all ``reports`` whose targets were run, with their runs."""
     for name, report in reports.items():
         for entry in report.entries:
-            if entry.run is not None and entry.run.verdict in _COUNTING:
+            if entry.run is not None:
                 yield name, entry, entry.run
 
 
@@ -139,21 +91,16 @@ def with_boards(
     ``log`` gets a line for each, and for each one that does not count; ``warn`` those that differ.
     """
     boards: dict[tuple[str, str], tuple[BoardRun, ...]] = {}
-    for name, report in reports.items():
-        for entry in report.entries:
-            if entry.run is None:
-                continue
-            key, where = (entry.model, entry.target), f"{entry.model} -> {entry.target}"
-            before, reason = boards.get(key, ()), _reason_not_to_count(entry, entry.run, result)
-            if entry.run.board in [run.board for run in before]:
-                reason = "another report is of the same chip, driver and versions"
-            if reason:
-                log(f"{where}: {name} does not count: {reason}")
-                continue
-            (warn if entry.run.verdict == "differs" else log)(
-                f"{where}: {describe_run(entry.run)} ({name})"
-            )
-            boards[key] = (*before, entry.run)
+    for name, entry, run in _runs(reports):
+        key, where = (entry.model, entry.target), f"{entry.model} -> {entry.target}"
+        before, reason = boards.get(key, ()), _reason_not_to_count(entry, run, result)
+        if run.board in [other.board for other in before]:
+            reason = "another report is of the same chip, driver and versions"
+        if reason:
+            log(f"{where}: {name} does not count: {reason}")
+            continue
+        (warn if run.verdict == "differs" else log)(f"{where}: {describe_run(run)} ({name})")
+        boards[key] = (*before, run)
     return dataclasses.replace(result, boards=boards) if boards else result
 
 

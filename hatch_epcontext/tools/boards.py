@@ -29,7 +29,6 @@ from hatch_epcontext.jobs.boards import (
     BoardEntry,
     BoardReport,
     BoardRun,
-    as_text,
     verdict_of,
 )
 from hatch_epcontext.jobs.processes.process import Workers
@@ -113,7 +112,7 @@ class BoardDevice:
             name, driver = name or listed[0], driver or listed[1]
         if kind == "cpu":
             name = name or chip_name() or ""
-        return as_text(name or compiled_for or f"{provider.ep} on {kind}"), as_text(driver)
+        return name or compiled_for or f"{provider.ep} on {kind}", driver
 
 
 class Board:

@@ -212,24 +212,20 @@ def _as_installed(candidate: _Candidate, machine: Machine) -> _Result:
     # In the build the source ran beside what was compiled of it.
     of_model = tuple(candidate.package.components[candidate.component].variants.values())
     built = of_model if candidate.target == SOURCE else (variant,)
-    doubt = _doubt_wheel(candidate.wheel, machine) or _doubt_build(built, machine.runtime)
+    doubt = _doubt_wheel(candidate.wheel) or _doubt_build(built, machine.runtime)
     doubt = doubt or _doubt_files(candidate)
     return ("unknown", doubt) if doubt else ("opens", f"{CPU_EP} on cpu")
 
 
 def _reason_not_to_install(wheel: Wheel, machine: Machine) -> str:
     platforms = sorted({tag.platform for tag in wheel.tags})
-    if machine.tags and "any" not in platforms and set(platforms).isdisjoint(machine.tags):
+    if "any" not in platforms and set(platforms).isdisjoint(machine.tags):
         return f"the wheel is for {listing(platforms)}"
-    if (python := _python(machine)) and not wheel.python.contains(python, prereleases=True):
+    # A development version of Python has more behind its numbers.
+    python = re.sub(r"[^\d.].*", "", machine.python)
+    if not wheel.python.contains(python, prereleases=True):
         return f"the wheel needs Python {wheel.python}"
     return ""
-
-
-def _python(machine: Machine) -> str:
-    # A build of Python's own repository has a "+" behind it.
-    release = re.match(r"\d+(\.\d+)*", machine.python)
-    return release[0] if release else ""
 
 
 def _facts(variant: Variant) -> VariantMetadata | PlainMetadata:
@@ -277,16 +273,11 @@ def _expect_on(state: ProviderState, variant: Variant, device: Device) -> _Resul
     return "unknown", f"{ep} finds {best}; only opening it shows whether it {fits}"
 
 
-def _doubt_wheel(wheel: Wheel, machine: Machine) -> str:
+def _doubt_wheel(wheel: Wheel) -> str:
     """Why pip may not install the wheel."""
-    tags = listing(sorted(map(str, wheel.tags)))
-    if "py3" not in {tag.interpreter for tag in wheel.tags}:
-        return f"the wheel is for {tags}"
-    if not machine.tags and "any" not in {tag.platform for tag in wheel.tags}:
-        return f"the wheel is for {tags}, and nothing is known of the platform there"
-    if wheel.python and not _python(machine):
-        return f"the wheel needs Python {wheel.python}, and nothing is known of that there"
-    return ""
+    if "py3" in {tag.interpreter for tag in wheel.tags}:
+        return ""
+    return f"the wheel is for {listing(sorted(map(str, wheel.tags)))}"
 
 
 def _older_ep(variant: Variant, machine: Machine) -> str:

@@ -35,7 +35,7 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import FileRecord, link_or_copy, temp_dir
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.jobs.artifact import Source
-from hatch_epcontext.jobs.boards import BoardEntry, BoardRun, as_text
+from hatch_epcontext.jobs.boards import BoardEntry, BoardRun
 from hatch_epcontext.jobs.job import reason_not_to_run
 from hatch_epcontext.jobs.plan import Job, jobs_of, plan
 from hatch_epcontext.jobs.processes.process import Workers
@@ -515,7 +515,7 @@ def _entry(package: ModelPackage, result: ValidatedVariant, source: Source | Non
         _files_in(package, variant),
         result.run,
         source.records if source else compared_with,
-        as_text(reason or ""),
+        reason or "",
     )
 
 
