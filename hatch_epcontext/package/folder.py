@@ -86,10 +86,8 @@ def _variant(variant: Variant) -> Variant:
     about = variant.additional_metadata[METADATA]
     is_plain = isinstance(about, dict) and about.get("product") == SOURCE
     facts = from_plain(about, PlainMetadata if is_plain else VariantMetadata)
-    # It has more keys, which stay as they are.
-    about = about if is_plain else facts
     return dataclasses.replace(
-        variant, executor_info={"ort": variant.ort}, additional_metadata={METADATA: about}
+        variant, executor_info={"ort": variant.ort}, additional_metadata={METADATA: facts}
     )
 
 

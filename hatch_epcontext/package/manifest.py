@@ -131,6 +131,7 @@ class PlainMetadata:
 
     inputs: tuple[TensorFacts, ...]
     outputs: tuple[TensorFacts, ...]
+    product: Literal["source"] = "source"
     plugin: Plugin | None = None
     settings: PlainSettings = PlainSettings()
 
@@ -156,6 +157,7 @@ class Variant:
     device: Literal["cpu", "gpu", "npu"] | None = None
     compatibility_string: str | None = None
     executor_info: Mapping[str, OrtInfo]
+    # Read as what it is by `folder.read`.
     additional_metadata: Mapping[str, Any]
 
     @property
@@ -169,10 +171,15 @@ class Variant:
         return PurePath(self.variant_directory, self.ort.model_file).as_posix()
 
     @property
+    def facts(self) -> VariantMetadata | PlainMetadata:
+        """What only we know."""
+        facts: VariantMetadata | PlainMetadata = self.additional_metadata[METADATA]
+        return facts
+
+    @property
     def about(self) -> VariantMetadata | None:
-        """What only we know of a compiled model; None for the source, which has `PlainMetadata`."""
-        about = self.additional_metadata[METADATA]
-        return about if isinstance(about, VariantMetadata) else None
+        """What only we know of a compiled model; None for a plain one."""
+        return self.facts if isinstance(self.facts, VariantMetadata) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,32 +281,38 @@ def _variants(
         if member.name in names
     }
     folder, _, name = (file or "").rpartition("/")
-    about = {"inputs": facts.own_inputs, "outputs": facts.own_outputs, "product": SOURCE}
-    compiled |= {t.name: _plain_variant(t, folder, name, about) for t in model.plain_targets}
+    plain = PlainMetadata(facts.own_inputs, facts.own_outputs)
+    compiled |= {t.name: _plain_variant(t, folder, name, plain) for t in model.plain_targets}
     variants = {target: compiled[target] for target in order if target in compiled}
     if file is not None and not (model.genai is not None and model.fallback == "none"):
         variants[SOURCE] = Variant(
             variant_directory=folder,
             ep=CPU_EP,
             executor_info={"ort": OrtInfo(model_file=name)},
-            additional_metadata={METADATA: to_plain(about)},
+            additional_metadata={METADATA: plain},
         )
     return variants
 
 
-def _plain_variant(target: Target, folder: str, file: str, about: Mapping[str, Any]) -> Variant:
+def _plain_variant(target: Target, folder: str, file: str, plain: PlainMetadata) -> Variant:
     """The model of a language model's folder, which the EP of ``target`` runs as it is."""
-    plugin, settings = target.provider.plugin, target.settings
-    plain = {**about, "settings": {"device": settings.device}}
-    if plugin is not None:
-        plain["plugin"] = dataclasses.replace(plugin, path="")
+    settings = target.settings
+    plain = dataclasses.replace(
+        plain, plugin=_shipped_plugin(target), settings=PlainSettings(settings.device)
+    )
     return Variant(
         variant_directory=folder,
         ep=settings.ep,
         device=settings.device if settings.device in ("npu", "gpu") else None,
         executor_info={"ort": OrtInfo(model_file=file, provider_options=target.load_options)},
-        additional_metadata={METADATA: to_plain(plain)},
+        additional_metadata={METADATA: plain},
     )
+
+
+def _shipped_plugin(target: Target) -> Plugin | None:
+    """The EP's library: a path of the build machine means nothing on another one."""
+    plugin = target.provider.plugin
+    return dataclasses.replace(plugin, path="") if plugin else None
 
 
 def _about(
@@ -346,7 +359,6 @@ def _variant(built: Built, model: str, folder: str, boards: tuple[BoardRun, ...]
     target, settings = job.target, job.target.settings
     (index,) = (i for i, entry in enumerate(record.contexts) if entry.model == model)
     context = record.contexts[index]
-    plugin = target.provider.plugin
     only_ours, load_options = _split_options(target)
     options = dict(settings.session_options)
     if target.provider.product == "context":
@@ -356,8 +368,7 @@ def _variant(built: Built, model: str, folder: str, boards: tuple[BoardRun, ...]
         options["ep.share_ep_contexts"] = "1"
     about = VariantMetadata(
         product=target.provider.product,
-        # A path of the build machine means nothing on another one, and two builds must write the same bytes.
-        plugin=dataclasses.replace(plugin, path="") if plugin else None,
+        plugin=_shipped_plugin(target),
         platforms=target.platforms,
         inputs=context.inputs,
         outputs=context.outputs,

@@ -23,11 +23,10 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import InvalidVersion, Version
 
 from hatch_epcontext.errors import InspectionError, Kind, Problem
-from hatch_epcontext.package.manifest import ModelPackage, PlainMetadata, Variant, VariantMetadata
+from hatch_epcontext.package.manifest import ModelPackage, Variant
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, find
-from hatch_epcontext.serialize import from_plain
-from hatch_epcontext.shipped import CPU_EP, METADATA, PREPARED, SOURCE, Device
+from hatch_epcontext.shipped import CPU_EP, PREPARED, SOURCE, Device
 from hatch_epcontext.text import listing
 from hatch_epcontext.tools.environment import Machine, ProviderState, describe_machine, examine
 from hatch_epcontext.tools.inspecting import inspect, verify
@@ -195,7 +194,7 @@ def _in_wheel(
 def _unless_replaced(candidate: _Candidate, machine: Machine, new: frozenset[str]) -> _Result:
     """What the loader does with the candidate, unless what is ``new`` there may change it."""
     answer, reason = _as_installed(candidate, machine)
-    plugin = _facts(candidate.variant).plugin
+    plugin = candidate.variant.facts.plugin
     own = {canonicalize_name(plugin.package)} if plugin else set()
     if answer != "unknown" and (changing := new & own.union(DISTRIBUTIONS)):
         return "unknown", f"{reason}, but pip installs {listing(sorted(changing))} with the wheel"
@@ -206,7 +205,7 @@ def _as_installed(candidate: _Candidate, machine: Machine) -> _Result:
     if machine.runtime is None:
         return "unknown", "nothing is known of an ONNX Runtime there"
     variant = candidate.variant
-    if variant.ep != CPU_EP or _facts(variant).plugin is not None:
+    if variant.ep != CPU_EP or variant.facts.plugin is not None:
         answer, reason = _expect_device(variant, machine, machine.runtime)
         return answer, reason + (_older_ep(variant, machine) if answer == "unknown" else "")
     # In the build the source ran beside what was compiled of it.
@@ -228,13 +227,9 @@ def _reason_not_to_install(wheel: Wheel, machine: Machine) -> str:
     return ""
 
 
-def _facts(variant: Variant) -> VariantMetadata | PlainMetadata:
-    return variant.about or from_plain(variant.additional_metadata[METADATA], PlainMetadata)
-
-
 def _expect_device(variant: Variant, machine: Machine, runtime: Runtime) -> _Result:
     """As `Opener.find_devices` and `_add_devices` of the loader, for any EP but the CPU's."""
-    facts = _facts(variant)
+    facts = variant.facts
     if variant.ep in runtime.eps:
         return "unknown", f"only opening it shows what {variant.ep} does"
     if not runtime.lists_devices:
@@ -282,7 +277,7 @@ def _doubt_wheel(wheel: Wheel) -> str:
 
 def _older_ep(variant: Variant, machine: Machine) -> str:
     """As in the loader's ``check``: that the EP's package there is older than the one that compiled."""
-    about, plugin = variant.about, _facts(variant).plugin
+    about, plugin = variant.about, variant.facts.plugin
     package = plugin.package if plugin else ""
     built, there = about and about.compiled_with.get(package), machine.packages.get(package)
     if not (built and there) or _numbers(there)[:2] >= _numbers(built)[:2]:

@@ -13,14 +13,13 @@ from hatch_epcontext.jobs.recipe import Recipe, Stop
 from hatch_epcontext.jobs.search import Attempt
 from hatch_epcontext.package.manifest import (
     ModelPackage,
+    PlainMetadata,
     Variant,
     VariantMetadata,
     make,
     write,
 )
 from hatch_epcontext.providers import Plugin
-from hatch_epcontext.serialize import to_plain
-from hatch_epcontext.shipped import METADATA
 from hatch_epcontext.worker.results import Preparation, Validated
 from tests.projects import GROUP
 from tests.results import Artifact, built_from, compiled, configured, resulting
@@ -184,12 +183,8 @@ def test_the_source_is_a_variant_of_the_cpu(project: Path, tmp_path: Path) -> No
         None,
         None,
     )
-    assert source.additional_metadata[METADATA] == to_plain(
-        {
-            "product": "source",
-            "inputs": [TensorFacts("x", "float32", ("batch", 4))],
-            "outputs": [TensorFacts("y", "float32", ("batch", 4))],
-        }
+    assert source.facts == PlainMetadata(
+        (TensorFacts("x", "float32", ("batch", 4)),), (TensorFacts("y", "float32", ("batch", 4)),)
     )
     (component,) = make(result, {}, {}).components.values()
     assert list(component.variants) == ["cpu"]
