@@ -110,14 +110,17 @@ class Scope:
         """The nodes of this graph that read a value, also in the graphs inside them."""
         return [self.nodes[index] for index in self.readers.get(name, ())]
 
-    def maker(self, name: str) -> onnx.NodeProto | None:
-        """The node that computes a value, in this graph or around it; None for inputs and stored tensors."""
+    def maker(self, name: str, *of: str) -> onnx.NodeProto | None:
+        """The node that computes a value, in this graph or around it; None for inputs and stored tensors, and
+        where operators ``of`` are named for a node of another one.
+        """
         if (index := self.makers.get(name)) is not None:
-            return self.nodes[index]
+            node = self.nodes[index]
+            return node if not of or graph.operator(node) in of else None
         # A value of this graph hides those of the same name around it.
         if self._outer is None or name in self._own:
             return None
-        return self._outer.maker(name)
+        return self._outer.maker(name, *of)
 
     def needed_nodes(
         self, names: Iterable[str], goes_on: Callable[[str], bool] = lambda name: True

@@ -211,8 +211,8 @@ def move_between_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) ->
     """An operator that moves quantized integers, or selects some, as one that moves their floats."""
     if scope.elem_type(node.input[0]) not in _SMALL or len(node.output) > 1:
         return None
-    maker = scope.maker(scope.origin(node.input[0], _MOVING))
-    if maker is None or maker.op_type not in _RESULTS:
+    maker = scope.maker(scope.origin(node.input[0], _MOVING), *_RESULTS)
+    if maker is None:
         return None
     begin = _RESULTS[maker.op_type]
     scale = [name for name in maker.input[begin : begin + 2] if name]
@@ -426,8 +426,7 @@ def _flat_indices(name: str, shape: Sequence[int], scope: Scope, builder: Builde
 def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Values that are joined with those of ``data``, such as the rows of graph networks."""
     data, indices, updates = node.input
-    expand = scope.maker(indices)
-    if expand is not None and expand.op_type == "Expand":
+    if (expand := scope.maker(indices, "Expand")) is not None:
         indices = expand.input[0]
     kind = graph.text(node, "reduction") or "none"
     if kind not in _JOINS:

@@ -42,7 +42,7 @@ _MAX_DEPTH = 3
 def _numbers(node: onnx.NodeProto, scope: Scope) -> tuple[str, list[Numbers]]:
     """A value, and the stored numbers by which ``node`` and those before it multiply it, in order."""
     name, numbers = node.output[0], dict[str, Numbers]()
-    while (maker := scope.maker(name)) is not None and maker.op_type in ("Div", "Mul"):
+    while (maker := scope.maker(name, "Div", "Mul")) is not None:
         step = step_of(maker, scope)
         # In an invalid graph a value may depend on itself.
         if step is None or name in numbers:
@@ -58,11 +58,10 @@ def _is_smaller_product(node: onnx.NodeProto, scope: Scope, bits: int) -> bool:
     number = np.asarray(math.prod(numbers))
     if number.max() > 2.0**-bits or number.min() <= 0:
         return False
-    total = scope.maker(value)
     if number.size == 1:
         fits = number.ndim <= len(scope.sizes(value) or ())
     else:
-        fits = total is not None and total.op_type in ("Mul", "Pow")
+        fits = scope.maker(value, "Mul", "Pow") is not None
     return fits and _summed_factors(value, scope) is not None
 
 
@@ -77,17 +76,16 @@ def _has_other_unit(node: onnx.NodeProto, scope: Scope) -> bool:
 
 def _computed_factors(name: str, scope: Scope) -> tuple[str, str] | None:
     """The two values, no constants, whose product, also of matrices, is ``name``."""
-    node, factors = scope.maker(name), factors_of(name, scope)
-    if node is not None and node.op_type == "MatMul" and is_read_once(name, scope):
-        factors = node.input[0], node.input[1]
+    product, factors = scope.maker(name, "MatMul"), factors_of(name, scope)
+    if product is not None and is_read_once(name, scope):
+        factors = product.input[0], product.input[1]
     is_stored = any(scope.stored.get(factor) is not None for factor in factors or ())
     return None if is_stored else factors
 
 
 def _summed_factors(name: str, scope: Scope) -> tuple[str, str] | None:
     """Those of a product, or of one of which ``name`` is the sum."""
-    total = scope.maker(name)
-    if total is None or total.op_type != "ReduceSum":
+    if (total := scope.maker(name, "ReduceSum")) is None:
         return _computed_factors(name, scope)
     return _computed_factors(total.input[0], scope) if is_read_once(name, scope) else None
 
@@ -114,9 +112,8 @@ def _product(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 def _times(value: str, number: Numbers, scope: Scope, builder: Builder) -> str:
     """The product ``value`` times ``number``, which multiplies one factor, or a root of it all of them."""
-    maker = scope.maker(value)
-    is_matrix = maker is not None and maker.op_type == "MatMul"
-    factors = [*maker.input] if maker is not None and is_matrix else _leaves(value, scope)
+    product = scope.maker(value, "MatMul")
+    factors = _leaves(value, scope) if product is None else [*product.input]
     single = [factor for factor in factors if factors.count(factor) == 1]
     if single and number.min() >= 2.0**-_MOST_BITS:
         changed, share = {single[0]}, number
@@ -124,7 +121,7 @@ def _times(value: str, number: Numbers, scope: Scope, builder: Builder) -> str:
         changed, share = {*factors}, number ** (1 / len(factors))
     scaled = {factor: _scaled(factor, share, scope, builder) for factor in sorted(changed)}
     parts = [scaled.get(factor, factor) for factor in factors]
-    multiply = "MatMul" if is_matrix else "Mul"
+    multiply = "Mul" if product is None else "MatMul"
     return functools.reduce(lambda one, other: builder.add(multiply, one, other), parts)
 
 

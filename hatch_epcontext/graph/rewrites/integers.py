@@ -175,8 +175,8 @@ def _indices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 def _is_hard_swish(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether a Mul has x and then the HardSigmoid of the same x."""
-    maker = scope.maker(graph.operand(node, 1))
-    return maker is not None and maker.op_type == "HardSigmoid" and maker.input[0] == node.input[0]
+    maker = scope.maker(graph.operand(node, 1), "HardSigmoid")
+    return maker is not None and maker.input[0] == node.input[0]
 
 
 def _swap(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:

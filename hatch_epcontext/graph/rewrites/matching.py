@@ -28,14 +28,11 @@ def is_read_once(name: str, scope: Scope) -> bool:
 
 def value_squared(name: str, scope: Scope) -> str | None:
     """The value whose square is ``name``."""
-    node = scope.maker(name)
+    node = scope.maker(name, "Mul", "Pow")
     if node is None:
         return None
     value, other = graph.operands(node, 2)
-    if (operator := graph.operator(node)) == "Pow":
-        is_square = number_beside(value, other, scope) == 2
-    else:
-        is_square = operator == "Mul" and value == other
+    is_square = value == other if node.op_type == "Mul" else number_beside(value, other, scope) == 2
     return value if is_square else None
 
 
@@ -43,17 +40,14 @@ def factors_of(name: str, scope: Scope) -> tuple[str, str] | None:
     """The two values whose product is ``name``."""
     if value := value_squared(name, scope):
         return value, value
-    node = scope.maker(name)
-    if node is None or graph.operator(node) != "Mul":
-        return None
-    one, other = node.input
-    return one, other
+    node = scope.maker(name, "Mul")
+    return None if node is None else (node.input[0], node.input[1])
 
 
 def is_scaled(value: str, scope: Scope) -> bool:
     """Whether ``value`` is divided by what is computed too."""
-    maker = scope.maker(value)
-    return maker is not None and maker.op_type == "Div" and scope.constant(maker.input[1]) is None
+    maker = scope.maker(value, "Div")
+    return maker is not None and scope.constant(maker.input[1]) is None
 
 
 def scale_of(largest: str, least: float, factor: int, builder: Builder) -> str:

@@ -64,8 +64,8 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     name, other = node.input
     if node.op_type == "Mul" and scope.stored.get(name) is not None:
         name, other = other, name
-    total, number = scope.maker(name), number_beside(name, other, scope)
-    if total is None or graph.operator(total) != "ReduceSum" or not is_read_once(name, scope):
+    total, number = scope.maker(name, "ReduceSum"), number_beside(name, other, scope)
+    if total is None or not is_read_once(name, scope):
         return None
     sizes, axes = scope.sizes(total.input[0]), scope.axes(total)
     if not number or sizes is None or axes is None or builder.dtype.kind != "f":
@@ -151,11 +151,11 @@ def _bytes_in_one_dimension(node: onnx.NodeProto, scope: Scope, builder: Builder
     if not shape or len(node.output) > 1 or is_quantized:
         return None
     name, moves = output, list[onnx.NodeProto]()
-    while (maker := scope.maker(name)) is not None and maker.op_type in operators.LAYOUT:
-        moves.append(maker)
-        name = maker.input[0]
-    if maker is not None and maker.op_type == "Cast":
-        value = maker.input[0]
+    while (move := scope.maker(name, *operators.LAYOUT)) is not None:
+        moves.append(move)
+        name = move.input[0]
+    if (cast := scope.maker(name, "Cast")) is not None:
+        value = cast.input[0]
     else:
         made = name if moves else builder.add_like(node, node.op_type, node.input)[0]
         value = builder.add("Cast", made, to=onnx.TensorProto.INT32)
@@ -229,8 +229,8 @@ def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
 
 def _beside_number(name: str, operator: str, scope: Scope) -> tuple[str, float] | None:
     """What ``operator`` makes ``name`` of: a value, and a stored number that is not negative."""
-    node = scope.maker(name)
-    if node is None or node.op_type != operator or len(node.input) != 2:
+    node = scope.maker(name, operator)
+    if node is None or len(node.input) != 2:
         return None
     number, value = sorted(node.input, key=lambda operand: scope.stored.get(operand) is None)
     least = number_beside(value, number, scope)
@@ -239,8 +239,8 @@ def _beside_number(name: str, operator: str, scope: Scope) -> tuple[str, float] 
 
 def _at_least(name: str, scope: Scope) -> tuple[str, float] | None:
     """A value and the stored number that ``name`` is the larger of: by a Max, or by a Clip without an end."""
-    node = scope.maker(name)
-    if node is None or node.op_type != "Clip":
+    node = scope.maker(name, "Clip")
+    if node is None:
         return _beside_number(name, "Max", scope)
     value, low, high = graph.operands(node, 3)
     least, most = (number_beside(value, bound, scope) for bound in (low, high))
@@ -271,13 +271,13 @@ def _log_of_squares(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
         return None
     power, number = limited
     # Some square a root again.
-    root = scope.maker(value_squared(power, scope) or "")
-    if root is not None and root.op_type == "Sqrt":
+    root = scope.maker(value_squared(power, scope) or "", "Sqrt")
+    if root is not None:
         power = root.input[0]
-    total, weights, is_first = scope.maker(power), "", False
-    if total is not None and total.op_type == "MatMul":
-        is_first = scope.constant(total.input[0]) is not None
-        weights, power = total.input if is_first else reversed(total.input)
+    product, weights, is_first = scope.maker(power, "MatMul"), "", False
+    if product is not None:
+        is_first = scope.constant(product.input[0]) is not None
+        weights, power = product.input if is_first else reversed(product.input)
         filters = scope.constant(weights)
         if filters is None or filters.ndim < 2 or (filters < 0).any():
             return None
@@ -305,13 +305,9 @@ def _log_of_squares(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
 
 def _squared_values(name: str, scope: Scope, builder: Builder, least: int) -> list[str]:
     """The values, at ``least`` so many, of whose squares ``name`` is the sum, moved like that; else none."""
-    moves: list[onnx.NodeProto] = []
-    total = scope.maker(name)
-    while total is not None and total.op_type == "Transpose":
-        moves.append(total)
-        name = total.input[0]
-        total = scope.maker(name)
-    squares = total.input if total is not None and total.op_type == "Add" else [name]
+    name, moves = scope.origin_and_moves(name, {"Transpose"})
+    total = scope.maker(name, "Add")
+    squares = [name] if total is None else total.input
     values = [value for square in squares if (value := value_squared(square, scope))]
     if not least <= len(values) == len(squares):
         return []
@@ -387,14 +383,9 @@ def _root_of_level(value: str, scope: Scope, builder: Builder) -> str | None:
 
 def _root_of_squares(value: str, number: float, scope: Scope, builder: Builder) -> Outputs:
     """That of ``value``, a sum or a mean of squares, plus ``number``."""
-    total = scope.maker(value)
-    if total is not None and total.op_type == "Add":
+    if (total := scope.maker(value, "Add")) is not None:
         return _root_of_two(total, number, scope, builder)
-    totals: list[onnx.NodeProto] = []
-    while total is not None and total.op_type in ("ReduceMean", "ReduceSum"):
-        totals.append(total)
-        value = total.input[0]
-        total = scope.maker(value)
+    value, totals = scope.origin_and_moves(value, {"ReduceMean", "ReduceSum"})
     squared = value_squared(value, scope) if totals else None
     return _scaled_root(totals, squared, number, scope, builder) if squared else None
 
@@ -453,21 +444,19 @@ def _sum_of_powers(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
 
     It is the definition of ReduceLogSumExp and Softmax; float16 ends at the Exp of 11.
     """
-    total = scope.maker(node.input[-1])
-    if total is None or total.op_type != "ReduceSum":
+    total = scope.maker(node.input[-1], "ReduceSum")
+    if total is None:
         return None
-    power, axes = scope.maker(total.input[0]), scope.axes(total)
+    power, axes = scope.maker(total.input[0], "Exp"), scope.axes(total)
     keeps = graph.number(total, "keepdims", 1)
-    if power is None or power.op_type != "Exp" or axes is None or builder.dtype.kind != "f":
+    if power is None or axes is None or builder.dtype.kind != "f":
         return None
     value, is_share = power.input[0], node.op_type == "Div"
-    less = scope.maker(value)
     if is_share and (node.input[0] != total.input[0] or not keeps):
         return None
-    if less is not None and less.op_type == "Sub":
-        most = scope.maker(less.input[1])
-        if most is not None and most.op_type == "ReduceMax":
-            return None
+    less = scope.maker(value, "Sub")
+    if less is not None and scope.maker(less.input[1], "ReduceMax") is not None:
+        return None
     largest = builder.reduced("ReduceMax", value, axes, keepdims=1)
     power_of_less = builder.add("Exp", builder.add("Sub", value, largest))
     sum_ = builder.reduced("ReduceSum", power_of_less, axes, keepdims=keeps)
@@ -483,8 +472,7 @@ def _different_factors(name: str, scope: Scope) -> tuple[str, str] | None:
     factors = factors_of(name, scope)
     if factors is None or len({*factors}) == 1:
         return None
-    makers = (scope.maker(factor) for factor in factors)
-    are_small = any(maker is not None and maker.op_type in ("Sqrt", "Sign") for maker in makers)
+    are_small = any(scope.maker(factor, "Sqrt", "Sign") is not None for factor in factors)
     is_stored = any(scope.constant(factor) is not None for factor in factors)
     return None if are_small or is_stored else factors
 
@@ -493,16 +481,15 @@ def _covariance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     """The mean of squares less the square of the mean, and so of products: both are nearly equal for nearly
     equal values.
     """
-    product, means = scope.maker(node.input[0]), factors_of(node.input[1], scope)
-    if product is None or product.op_type != "ReduceMean" or means is None:
+    product, means = scope.maker(node.input[0], "ReduceMean"), factors_of(node.input[1], scope)
+    if product is None or means is None:
         return None
     values, axes = factors_of(product.input[0], scope), scope.axes(product)
     keeps = graph.number(product, "keepdims", 1)
     by_mean = {
         maker.input[0]: mean
         for mean in means
-        if (maker := scope.maker(mean)) is not None
-        and maker.op_type == "ReduceMean"
+        if (maker := scope.maker(mean, "ReduceMean")) is not None
         and scope.axes(maker) == axes
         and graph.number(maker, "keepdims", 1) == keeps
     }
@@ -532,8 +519,8 @@ def _floor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 def _limited(name: str, operator: str, limit: float, scope: Scope, builder: Builder) -> str | None:
     """The larger or the smaller, by ``operator``, of a value and ``limit``; None if it is that already."""
-    maker, limits = scope.maker(name), (float(builder.dtype.type(limit)),)
-    operands = maker.input if maker is not None and maker.op_type == operator else ()
+    maker, limits = scope.maker(name, operator), (float(builder.dtype.type(limit)),)
+    operands = () if maker is None else maker.input
     if any(ends(operand, scope) == limits for operand in operands):
         return None
     return builder.add(operator, name, builder.number(limit))
@@ -569,11 +556,10 @@ _LARGE_DIVISOR = 8192.0
 def _is_quotient(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether floats are divided by computed ones, which are not scaled yet."""
     divisor = node.input[-1]
-    dtype, maker = scope.dtype(divisor), scope.maker(divisor)
+    dtype, product = scope.dtype(divisor), scope.maker(divisor, "Mul")
     if dtype is None or dtype.kind != "f" or scope.constant(divisor) is not None:
         return False
-    scale = scope.maker(maker.input[-1]) if maker is not None and maker.op_type == "Mul" else None
-    return scale is None or scale.op_type != "Where"
+    return product is None or scope.maker(product.input[-1], "Where") is None
 
 
 def _scaled_division(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -595,9 +581,9 @@ def _limited_operands(node: onnx.NodeProto, scope: Scope) -> list[int]:
     """The numbers of the operands of a comparison that may be beyond the end of float16."""
     numbers = []
     for number, name in enumerate(node.input):
-        dtype, maker = scope.dtype(name), scope.maker(scope.origin(name, operators.RESHAPING))
+        dtype, origin = scope.dtype(name), scope.origin(name, operators.RESHAPING)
         is_float = dtype is not None and dtype.kind == "f"
-        if is_float and maker is not None and maker.op_type in _UNLIMITED:
+        if is_float and scope.maker(origin, *_UNLIMITED) is not None:
             numbers.append(number)
     return numbers
 
