@@ -19,10 +19,10 @@ from hatch_epcontext.graph.rewrites import (
     loops,
     matrices,
     pools,
-    precise,
     products,
     ranks,
     recurrent,
+    transposed,
     widths,
 )
 from hatch_epcontext.graph.rewriting import Rewrite
@@ -48,7 +48,7 @@ REWRITES: tuple[Rewrite, ...] = (
     decompositions.erf_as_tanh,
     decompositions.clip_as_max_min,
     decompositions.cast_as_dequantize,
-    precise.expand_int64_inputs,
+    transposed.expand_int64_inputs,
     decompositions.decompose_quantization,
     decompositions.decompose_quantized_concat,
     bits.join_bits,
