@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -44,8 +44,9 @@ def onnx_operators() -> Iterable[str]:
 Applies = Callable[[onnx.NodeProto, Scope], bool]
 """Whether a rule is for a node of a scope: others stay as they are."""
 
-Rules = Mapping[RewriteName, tuple[Rule, tuple[str, ...], Applies | None]]
-"""Rules for accuracy, each with its operators, and whether a node needs it, if not all may."""
+
+def _always(node: onnx.NodeProto, scope: Scope) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Rewrite:
     """A rule for nodes of ``operators``, as `graph.operator` writes them; ``name`` is for messages.
 
     With ``nested`` nodes of inner graphs are replaced too. ``fault``: only for EPs with the fault that this
-    other rewrite avoids; None for all. ``applies``: whether a node needs it, if not all may.
+    other rewrite avoids; None for all. ``applies``: whether a node needs it, if not all may; in no model
+    without the operators ``beside``.
     """
 
     name: str
@@ -61,12 +63,22 @@ class Rewrite:
     rule: Rule
     nested: bool = True
     fault: RewriteName | None = None
-    applies: Applies | None = None
+    applies: Applies = _always
+    beside: frozenset[str] = frozenset()
 
 
 def rewrites(*operators: str, **others: Any) -> Callable[[Rule], Rewrite]:
     """Make a rule a `Rewrite` for ``operators``, called as its function is, with ``others`` of its fields."""
     return lambda rule: Rewrite(rule.__name__, frozenset(operators), rule, **others)
+
+
+def corrects(
+    name: RewriteName, *operators: str, beside: Iterable[str] = (), applies: Applies = _always
+) -> Callable[[Rule], Rewrite]:
+    """Make a rule the `Rewrite` for accuracy called ``name``, for ``operators``; the others: its fields."""
+    return lambda rule: Rewrite(
+        name, frozenset(operators), rule, applies=applies, beside=frozenset(beside)
+    )
 
 
 class Rewritten(NamedTuple):
@@ -125,7 +137,7 @@ def _rule(rewrite: Rewrite, kept: Collection[str]) -> Rule:
     """That of ``rewrite`` for the nodes that need it, but for those with names in ``kept``."""
 
     def rule(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-        needed = rewrite.applies is None or rewrite.applies(node, scope)
-        return rewrite.rule(node, scope, builder) if needed and node.name not in kept else None
+        is_needed = rewrite.applies(node, scope) and node.name not in kept
+        return rewrite.rule(node, scope, builder) if is_needed else None
 
     return rule

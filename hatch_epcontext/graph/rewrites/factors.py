@@ -14,7 +14,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.dtypes import Numbers
 from hatch_epcontext.graph.rewrites.matching import factors_of, is_read_once, is_scaled
-from hatch_epcontext.graph.rewriting import Rules
+from hatch_epcontext.graph.rewriting import corrects
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.affine import step_of
 
@@ -163,6 +163,10 @@ def _numerator(node: onnx.NodeProto, scope: Scope) -> tuple[str, Numbers] | None
     return (value, number) if is_larger and is_read_once(node.input[0], scope) else None
 
 
+_factors = corrects("factors", "Div", "Mul", applies=_has_other_unit)(_product)
+
+
+@corrects("scaled-product", "Div", "Mul", "ReduceMean", applies=_may_overflow)
 def _scale(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A product of smaller factors, or a quotient that is made larger at last."""
     if node.op_type == "ReduceMean":
@@ -191,9 +195,3 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     for factor in factors:
         result = builder.add("Mul", result, up[factor])
     return [result if graph.number(node, "keepdims", 1) else builder.squeeze(result, axes)]
-
-
-RULES: Rules = {
-    "factors": (_product, ("Div", "Mul"), _has_other_unit),
-    "scaled-product": (_scale, ("Div", "Mul", "ReduceMean"), _may_overflow),
-}

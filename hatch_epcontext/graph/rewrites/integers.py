@@ -13,7 +13,7 @@ import onnx
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.number_format import FLOAT16
-from hatch_epcontext.graph.rewriting import Rules
+from hatch_epcontext.graph.rewriting import corrects
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.integers import limits
 
@@ -52,6 +52,7 @@ def _is_rounded_down(node: onnx.NodeProto, scope: Scope) -> bool:
     return low < 0 or least < 0
 
 
+@corrects("truncate", "Div", applies=_is_rounded_down)
 def _truncate(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A division of what is not negative, with the sign behind it."""
     if builder.opset < COMPARING:
@@ -76,6 +77,7 @@ def _is_large(node: onnx.NodeProto, scope: Scope) -> bool:
     )
 
 
+@corrects("modulo", "Mod", applies=_is_large)
 def _modulo(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The difference to a multiple of the divisor, with the sign that the operator gives it."""
     value, divisor = node.input
@@ -105,6 +107,7 @@ def _is_truth(node: onnx.NodeProto, scope: Scope) -> bool:
     return is_bool and _dtype(node, 0, scope) is not None and limits(node.input[0], scope)[0] < 0
 
 
+@corrects("truth", "Cast", applies=_is_truth)
 def _truth(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     dtype = _dtype(node, 0, scope)
     zero = builder.store(np.zeros((), dtype))
@@ -127,6 +130,7 @@ def _is_of_bytes(node: onnx.NodeProto, scope: Scope) -> bool:
     return low < 0 or high >= _BYTES
 
 
+@corrects("bytes", "Cast", applies=_is_of_bytes)
 def _bytes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Through int32, or of what is left of a multiple of 256.
 
@@ -154,6 +158,10 @@ def _counts_from_end(node: onnx.NodeProto, scope: Scope) -> bool:
     return not is_counted and scope.constant(name) is None and limits(name, scope)[0] < 0
 
 
+@corrects(
+    *("indices", "Gather", "GatherElements", "ScatterElements", "ScatterND"),
+    applies=_counts_from_end,
+)
 def _indices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Indices from 0, without those from the end of an axis."""
     sizes, name = scope.shape(node.input[0]), graph.operand(node, 1)
@@ -179,6 +187,7 @@ def _is_hard_swish(node: onnx.NodeProto, scope: Scope) -> bool:
     return maker is not None and maker.input[0] == node.input[0]
 
 
+@corrects("hard-swish", "Mul", beside=["HardSigmoid"], applies=_is_hard_swish)
 def _swap(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The factors in the other order, in which no EP fuses them with a Conv before."""
     return [builder.add("Mul", *reversed(node.input))]
@@ -193,6 +202,7 @@ def _has_large_divisors(node: onnx.NodeProto, scope: Scope) -> bool:
     return bool((np.abs(divisors) > largest).any() and divisors.all())
 
 
+@corrects("reciprocals", "Div", applies=_has_large_divisors)
 def _multiply(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The product with the reciprocals."""
     value, divisors = node.input[0], scope.stored_values(node.input[1])
@@ -209,6 +219,7 @@ def _repeats(node: onnx.NodeProto, scope: Scope) -> bool:
     return len(sizes) > _WHERE_REPEATS and any({*other} - {1} for other in others)
 
 
+@corrects("broadcast", "Where", applies=_repeats)
 def _repeat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Where of values that have its shape."""
     shape = scope.fixed_shape(node.output[0])
@@ -221,19 +232,3 @@ def _repeat(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         value = builder.add("Expand", value, sizes)
         values[index] = value if index else builder.add("Cast", value, to=onnx.TensorProto.BOOL)
     return [builder.add("Where", *values)]
-
-
-RULES: Rules = {
-    "truncate": (_truncate, ("Div",), _is_rounded_down),
-    "modulo": (_modulo, ("Mod",), _is_large),
-    "truth": (_truth, ("Cast",), _is_truth),
-    "bytes": (_bytes, ("Cast",), _is_of_bytes),
-    "indices": (
-        _indices,
-        ("Gather", "GatherElements", "ScatterElements", "ScatterND"),
-        _counts_from_end,
-    ),
-    "hard-swish": (_swap, ("Mul",), _is_hard_swish),
-    "reciprocals": (_multiply, ("Div",), _has_large_divisors),
-    "broadcast": (_repeat, ("Where",), _repeats),
-}

@@ -12,7 +12,7 @@ from hatch_epcontext.graph.builder import BOUNDS_AS_INPUTS, Builder, Outputs
 from hatch_epcontext.graph.number_format import FLOAT16, FUSING
 from hatch_epcontext.graph.rewrites.integers import COMPARING
 from hatch_epcontext.graph.rewrites.matching import number_beside
-from hatch_epcontext.graph.rewriting import Rules
+from hatch_epcontext.graph.rewriting import corrects
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.linear import ends
 
@@ -39,6 +39,7 @@ _UNLIMITED = frozenset(
 """Operators whose results, also rewritten, EPs may keep beyond the end of float16."""
 
 
+@corrects("square", "Pow")
 def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     value, name = node.input
     number = number_beside(value, scope.origin(name, ("Cast", "Identity")), scope)
@@ -49,6 +50,7 @@ def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.add("Sqrt", value)] if number == 0.5 and is_float else None
 
 
+@corrects("clip-inputs", "Clip")
 def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Clip of an opset in which the bounds are attributes."""
     if builder.opset >= BOUNDS_AS_INPUTS:
@@ -61,6 +63,7 @@ def _clip(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [value]
 
 
+@corrects("small-angle", "Atan", "Sin", "Tan")
 def _small_angle(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A small angle itself in place of its sine or tangent, and a small tangent in place of its angle."""
     if builder.opset < COMPARING:
@@ -70,6 +73,7 @@ def _small_angle(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Output
     return [builder.add("Where", is_small, value, builder.add(node.op_type, value))]
 
 
+@corrects("unfuse-activation", "Sigmoid", "Tanh")
 def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A Max between an activation and what computes its operand, so that an EP cannot fuse the two.
 
@@ -85,6 +89,7 @@ def _unfuse_activation(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     return [builder.add(node.op_type, builder.add("Max", value, builder.number(-60000)))]
 
 
+@corrects("floor", "Exp", "Mish", "Pow", "Softplus")
 def _floor(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Of numbers from -80 on: for smaller ones the result is 0 in float16 too."""
     if node.op_type == "Pow":
@@ -134,6 +139,7 @@ def _is_quotient(node: onnx.NodeProto, scope: Scope) -> bool:
     return product is None or scope.maker(product.input[-1], "Where") is None
 
 
+@corrects("scaled-division", "Div", "Reciprocal", applies=_is_quotient)
 def _scaled_division(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """That of an eighth by an eighth, where the divisor is large."""
     size = builder.add("Abs", node.input[-1])
@@ -158,6 +164,7 @@ def _has_limited_operands(node: onnx.NodeProto, scope: Scope) -> bool:
     return bool(_limited_operands(node, scope))
 
 
+@corrects("comparison", *_COMPARISONS, applies=_has_limited_operands)
 def _limit_operands(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The same of what is larger up to the end of float16, and of what is smaller from the other end on."""
     operands = [*node.input]
@@ -166,14 +173,3 @@ def _limit_operands(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
         limit, end = ("Min", FLOAT16.largest) if is_larger else ("Max", -FLOAT16.largest)
         operands[number] = builder.add(limit, operands[number], builder.number(end))
     return builder.add_like(node, node.op_type, operands)
-
-
-RULES: Rules = {
-    "square": (_power, ("Pow",), None),
-    "clip-inputs": (_clip, ("Clip",), None),
-    "small-angle": (_small_angle, ("Atan", "Sin", "Tan"), None),
-    "floor": (_floor, ("Exp", "Mish", "Pow", "Softplus"), None),
-    "comparison": (_limit_operands, _COMPARISONS, _has_limited_operands),
-    "scaled-division": (_scaled_division, ("Div", "Reciprocal"), _is_quotient),
-    "unfuse-activation": (_unfuse_activation, ("Sigmoid", "Tanh"), None),
-}

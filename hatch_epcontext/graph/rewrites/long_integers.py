@@ -11,7 +11,7 @@ from onnx import helper
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.dtypes import Numbers
 from hatch_epcontext.graph.number_format import FLOAT16
-from hatch_epcontext.graph.rewriting import Rules
+from hatch_epcontext.graph.rewriting import corrects
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.affine import (
     Affine,
@@ -43,6 +43,7 @@ def _is_wide(node: onnx.NodeProto, scope: Scope) -> bool:
     return value is not None and (is_split(value, scope) or is_shifted(value))
 
 
+@corrects("split-integers", "Add", "Div", "Log", "Mul", "Sub", beside=["Cast"], applies=_is_wide)
 def _split(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The integers, moved by whole ones, as one or as two parts, times the factor, plus the rest."""
     if node.op_type == "Log":
@@ -109,6 +110,7 @@ def _is_ratio(node: onnx.NodeProto, scope: Scope) -> bool:
     )
 
 
+@corrects("ratio", "Div", beside=["Cast"], applies=_is_ratio)
 def _divide(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The quotient of two small numbers that are in the same ratio."""
     parts, scales = [], []
@@ -125,9 +127,3 @@ def _divide(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 
 def _as_floats(whole: str, builder: Builder) -> str:
     return builder.add("Cast", whole, to=helper.np_dtype_to_tensor_dtype(builder.dtype))
-
-
-RULES: Rules = {
-    "split-integers": (_split, ("Add", "Div", "Log", "Mul", "Sub"), _is_wide),
-    "ratio": (_divide, ("Div",), _is_ratio),
-}

@@ -17,7 +17,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import rewrites
+from hatch_epcontext.graph.rewriting import corrects, rewrites
 from hatch_epcontext.graph.scope import Scope
 
 _MAX_SLICES = 256
@@ -92,7 +92,7 @@ def pool_as_slices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
     return [builder.add("Mul", value, builder.store((1 / counts).astype(builder.dtype)))]
 
 
-def is_padded_unevenly(node: onnx.NodeProto, scope: Scope) -> bool:
+def _is_padded_unevenly(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether windows of a sum may end in a padding other than that of a kernel with a middle value."""
     pads, kernel = (graph.attribute(node, name, [0]) for name in ("pads", "kernel_shape"))
     middle = {size // 2 for size in kernel if size % 2}
@@ -101,7 +101,8 @@ def is_padded_unevenly(node: onnx.NodeProto, scope: Scope) -> bool:
     return not is_even or graph.text(node, "auto_pad").startswith("SAME") or rounds_up
 
 
-def pad_before(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+@corrects("pool-padding", "AveragePool", "LpPool", applies=_is_padded_unevenly)
+def _pad_before(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The pool of values with zeros around them, times what makes means of its own counts."""
     (value,) = node.input
     shape, result = scope.shape(value), scope.shape(node.output[0])

@@ -6,7 +6,6 @@ add nodes, whose cost on NPUs is not measured: they are for models that, as a ru
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -24,38 +23,23 @@ from hatch_epcontext.graph.rewrites import (
     sums,
     transposed,
 )
-from hatch_epcontext.graph.rewriting import Rewrite, Rules
+from hatch_epcontext.graph.rewriting import Rewrite
 from hatch_epcontext.graph.scope import Scope, Types
 
 _BROADCASTING = 8
 """The opset from which Max and Min accept a number beside a tensor."""
 
-_RULES: Rules = {
-    "pool-padding": (pools.pad_before, ("AveragePool", "LpPool"), pools.is_padded_unevenly),
-    **transposed.RULES,
-    **kernels.RULES,
-    **sums.RULES,
-    **integers.RULES,
-    **long_integers.RULES,
-    **factors.RULES,
+_BY_NAME = {
+    rewrite.name: rewrite
+    for module in (factors, integers, kernels, long_integers, pools, sums, transposed)
+    for rewrite in vars(module).values()
+    if isinstance(rewrite, Rewrite)
 }
 
 PRECISE: Mapping[RewriteName, Rewrite] = {
-    name: Rewrite(name, frozenset(types), rule, applies=applies)
-    for name in (*ALWAYS, *itertools.chain(*CORRECTIONS))
-    for rule, types, applies in (_RULES[name],)
+    name: _BY_NAME[name] for name in (*ALWAYS, *itertools.chain(*CORRECTIONS))
 }
 """Those of `ALWAYS`, and then of `CORRECTIONS`, in the order in which they are applied."""
-
-_BESIDE: Mapping[RewriteName, frozenset[str]] = {
-    "hard-swish": frozenset({"HardSigmoid"}),
-    "log-sum-exp": frozenset({"Exp", "ReduceSum"}),
-    "mean": frozenset({"ReduceSum"}),
-    "split-integers": frozenset({"Cast"}),
-    "ratio": frozenset({"Cast"}),
-    "variance": frozenset({"ReduceMean"}),
-}
-"""The other operators of what some rewrites change."""
 
 
 def applicable(
@@ -67,20 +51,13 @@ def applicable(
     """
     if graph.opset(model) < _BROADCASTING:
         return ()
-    # Most models have no node for which it is needed.
-    scope = functools.cache(lambda: Scope(model.graph, types=types, nested=True))
-    nodes: dict[str, list[onnx.NodeProto]] = {}
+    scope, nodes = Scope(model.graph, types=types, nested=True), dict[str, list[onnx.NodeProto]]()
     for node in graph.nodes(model.graph):
         nodes.setdefault(graph.operator(node), []).append(node)
-    ends = transposed.outputs_to_keep(model.graph)
 
-    def may_apply(name: RewriteName, rewrite: Rewrite) -> bool:
-        if not _BESIDE.get(name, frozenset()) <= nodes.keys():
-            return False
-        if name == "transposed-outputs" and not ends:
-            return False
+    def may_apply(rewrite: Rewrite) -> bool:
         of_rewrite = (node for operator in rewrite.operators for node in nodes.get(operator, ()))
-        applies = rewrite.applies
-        return any(applies is None or applies(node, scope()) for node in of_rewrite)
+        is_possible = rewrite.beside <= nodes.keys()
+        return is_possible and any(rewrite.applies(node, scope) for node in of_rewrite)
 
-    return tuple(name for name, rewrite in PRECISE.items() if may_apply(name, rewrite))
+    return tuple(name for name, rewrite in PRECISE.items() if may_apply(rewrite))

@@ -18,7 +18,7 @@ from hatch_epcontext.graph.rewrites.matching import (
     scale_of,
     value_squared,
 )
-from hatch_epcontext.graph.rewriting import Rules
+from hatch_epcontext.graph.rewriting import corrects
 from hatch_epcontext.graph.scope import Scope
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -30,6 +30,7 @@ _MOST_BITS, _LIMIT_BITS = 24, 15
 """The most bits by which smaller numbers are scaled, and those of the largest result."""
 
 
+@corrects("mean", "Mul", "Div", beside=["ReduceSum"])
 def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A sum that is read only by its division by the number of its values."""
     name, other = node.input
@@ -71,6 +72,7 @@ def _at_least(name: str, scope: Scope) -> tuple[str, float] | None:
     return (value, least) if is_open and least is not None and least >= 0 else None
 
 
+@corrects("log-power", "Log")
 def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """``Log(Max(a² + b², number))`` as twice that of the root, whose exponent is half as large.
 
@@ -147,6 +149,7 @@ def _squared_values(name: str, scope: Scope, builder: Builder, least: int) -> li
     return values
 
 
+@corrects("log-floor", "Log")
 def _log_of_more(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """``Log(x + number)`` or ``Log(Max(x, number))`` of a number that float16 does not have.
 
@@ -172,6 +175,7 @@ def _log_of_more(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Output
     return [builder.add("Sub", total, builder.number(_LIMIT_BITS * math.log(2)))]
 
 
+@corrects("scaled-square", "Sqrt", "ReduceL2")
 def _root(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """``Sqrt(ReduceMean(x²) + number)``, also of a sum, or a ReduceL2, of values that are first scaled by the
     largest; and ``Sqrt(a * b)`` as the product of two roots.
@@ -262,6 +266,7 @@ def _scaled_square(value: str, scale: str, builder: Builder) -> str:
     return builder.add("Mul", part, part)
 
 
+@corrects("log-sum-exp", "Div", "Log", beside=["Exp", "ReduceSum"])
 def _sum_of_powers(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """``Log(ReduceSum(Exp(x)))``, or an Exp divided by such a sum, of x less its largest value.
 
@@ -300,6 +305,7 @@ def _different_factors(name: str, scope: Scope) -> tuple[str, str] | None:
     return None if are_small or is_stored else factors
 
 
+@corrects("variance", "Sub", beside=["ReduceMean"])
 def _covariance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The mean of squares less the square of the mean, and so of products: both are nearly equal for nearly
     equal values.
@@ -326,13 +332,3 @@ def _covariance(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
         away[value] = builder.add("Sub", value, kept)
     square = builder.add("Mul", *(away[value] for value in values))
     return [builder.reduced("ReduceMean", square, axes, keepdims=keeps)]
-
-
-RULES: Rules = {
-    "mean": (_mean, ("Mul", "Div"), None),
-    "log-power": (_log_power, ("Log",), None),
-    "log-floor": (_log_of_more, ("Log",), None),
-    "log-sum-exp": (_sum_of_powers, ("Div", "Log"), None),
-    "variance": (_covariance, ("Sub",), None),
-    "scaled-square": (_root, ("Sqrt", "ReduceL2"), None),
-}

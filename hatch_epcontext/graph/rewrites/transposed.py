@@ -9,7 +9,7 @@ import onnx
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import Builder, Outputs
-from hatch_epcontext.graph.rewriting import Operators, Rewrite, Rules, onnx_operators
+from hatch_epcontext.graph.rewriting import Operators, Rewrite, corrects, onnx_operators
 from hatch_epcontext.graph.scope import Scope
 
 _TRANSPOSED = frozenset(
@@ -36,11 +36,16 @@ _NOT_TRANSPOSED = (onnx.TensorProto.INT64, onnx.TensorProto.UINT8)
 """Types of outputs that an EP writes wrong from a Transpose, or whose Transpose it refuses."""
 
 
+def _has_ends(node: onnx.NodeProto, scope: Scope) -> bool:
+    return bool(_outputs_to_keep(scope.body))
+
+
+@corrects("transposed-outputs", *_MOVED_PAST, applies=_has_ends)
 def _transposed_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A node behind which no Transpose can be moved, after one with an int64 or uint8 output of the graph:
     an Expand to its own shape, or for uint8 a Cast of a single dimension.
     """
-    ends = outputs_to_keep(scope.body).intersection(node.output)
+    ends = _outputs_to_keep(scope.body).intersection(node.output)
     if not _is_transposed(ends, scope):
         return None
     if scope.dtype(node.output[0]) == np.uint8:
@@ -90,7 +95,7 @@ def _is_transposed(names: Iterable[str], scope: Scope) -> bool:
     return not _TRANSPOSED.isdisjoint(scope.nodes[index].op_type for index in above)
 
 
-def outputs_to_keep(main: onnx.GraphProto) -> set[str]:
+def _outputs_to_keep(main: onnx.GraphProto) -> set[str]:
     typed = ((value.name, value.type.tensor_type.elem_type) for value in main.output)
     return {name for name, type_ in typed if type_ in _NOT_TRANSPOSED}
 
@@ -116,6 +121,3 @@ expand_int64_inputs = Rewrite(
     nested=False,
     fault="transposed-outputs",
 )
-
-
-RULES: Rules = {"transposed-outputs": (_transposed_output, _MOVED_PAST, None)}
