@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hatch_epcontext.graph.dtypes import Array, Numbers, is_float, numpy_dtype
+from hatch_epcontext.graph.dtypes import Array, Numbers, dtype_bounds, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Range, TensorFacts
-from hatch_epcontext.graph.values.conventions import DEVIATIONS
-from hatch_epcontext.graph.values.far import dtype_bounds
+from hatch_epcontext.graph.values.conventions import DEVIATIONS, LARGEST_OF_32_BITS
 from hatch_epcontext.worker.synthetic import standardized
 
 GROWTH = 20.0
@@ -17,9 +16,6 @@ GROWTH = 20.0
 
 _LARGEST = 32768.0
 """The largest float: half of the largest of float16, so that it may be doubled."""
-
-_LARGE = 2.0**31 - 1
-"""The largest integer of 32 bits."""
 
 _NARROWEST = 10.0
 """The smallest spread of values, relative to their size or their range, as a power of one half."""
@@ -79,7 +75,7 @@ def _bounds(facts: TensorFacts, range_: Range) -> tuple[float, float]:
     if is_float(dtype) or dtype.kind == "c":
         return (-_LARGEST if range_.signed and range_.low < 0 else 0.0), _LARGEST
     low, high = dtype_bounds(facts)
-    most = _LARGE / range_.gain
+    most = LARGEST_OF_32_BITS / range_.gain
     if range_.floats:
         most = min(most, abs(_LARGEST / range_.floats.factor))
     return max(low, -most), min(high, most)

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from hatch_epcontext.graph.dtypes import Array
+from hatch_epcontext.graph.dtypes import Array, dtype_bounds
 from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.number_format import NumberFormat
-from hatch_epcontext.graph.values.far import dtype_bounds
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, show_number
 from hatch_epcontext.worker.comparison.runs import ReferenceRun

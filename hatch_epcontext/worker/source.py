@@ -23,11 +23,12 @@ from hatch_epcontext.errors import (
 from hatch_epcontext.files import is_lfs_pointer
 from hatch_epcontext.graph import external, graph, reading
 from hatch_epcontext.graph.bodies import fix_states
+from hatch_epcontext.graph.dtypes import dtype_bounds
 from hatch_epcontext.graph.facts import Range, TensorFacts, freeze
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.uncompilable import deciders
 from hatch_epcontext.graph.values.conventions import is_batch
-from hatch_epcontext.graph.values.far import dtype_bounds, with_offsets
+from hatch_epcontext.graph.values.offsets import with_offsets
 from hatch_epcontext.graph.values.ranges import input_ranges
 from hatch_epcontext.text import listing, suggestion
 from hatch_epcontext.worker.inputs import constant, sized

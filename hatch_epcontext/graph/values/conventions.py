@@ -10,6 +10,12 @@ from hatch_epcontext.graph.facts import Size, TensorFacts
 DEVIATIONS = 8.0
 """The range, in standard deviations, of floats that nothing bounds."""
 
+LARGEST_OF_32_BITS = 2.0**31 - 1
+"""Larger integers are left to what EPs declare."""
+
+BRIGHTEST = 255.0
+"""The largest value of a pixel."""
+
 _MASK = re.compile(r"mask", re.IGNORECASE)
 _LENGTH = re.compile(
     r"(^|[^a-z])(len|lens|length|lengths|seqlens?|num_?frames|n_?frames|num_?samples)([^a-z]|$)",

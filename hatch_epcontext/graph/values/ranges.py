@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 
-from hatch_epcontext.graph.dtypes import is_float, numpy_dtype
+from hatch_epcontext.graph.dtypes import dtype_bounds, is_float, numpy_dtype
 from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.number_format import FUSING
 from hatch_epcontext.graph.operators import REPEATING
@@ -30,9 +30,10 @@ from hatch_epcontext.graph.values.conventions import (
     looks_like_image,
     looks_like_sound,
 )
-from hatch_epcontext.graph.values.far import FULL_SCALE, Uses, UsesOfInputs, dtype_bounds, with_far
+from hatch_epcontext.graph.values.far import FULL_SCALE, with_far
 from hatch_epcontext.graph.values.linear import LinearTerm, LinearTerms
 from hatch_epcontext.graph.values.powers import powers_of
+from hatch_epcontext.graph.values.uses import Uses, UsesOfInputs
 
 _MAX_OF_BYTES = 255.0
 """The largest value of an integer that nothing bounds."""

@@ -11,7 +11,7 @@ from onnx import helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import InFloats, Range
-from hatch_epcontext.graph.values.far import with_offsets
+from hatch_epcontext.graph.values.offsets import with_offsets
 from hatch_epcontext.graph.values.ranges import input_ranges
 from tests.models import parsed
 

@@ -1,0 +1,458 @@
+"""What a graph does with the values of its inputs, as far as that shows what these can be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+
+import numpy as np
+import onnx
+
+from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph.dtypes import MAX_EXACT, Numbers, is_float
+from hatch_epcontext.graph.facts import InFloats
+from hatch_epcontext.graph.number_format import FLOAT16
+from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.values.affine import scales
+from hatch_epcontext.graph.values.amounts import (
+    BUCKETS,
+    LONG,
+    are_long,
+    full_scale,
+    is_decimal,
+    of_logarithm,
+)
+from hatch_epcontext.graph.values.conventions import LARGEST_OF_32_BITS
+from hatch_epcontext.graph.values.differences import are_neighbours, is_own_mean, moved
+from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms, ends
+from hatch_epcontext.graph.values.periods import turn_of
+
+_BESIDE = 200
+"""A constant over the least level of floats beside it: float16 keeps 30 dB of these."""
+
+_DEVIATION, _DIVISOR = 1 / 8, 2.0**-16
+"""That of one value of 64 that is not 0, and the divisor from which reciprocals are float16s."""
+
+_INDEXED = operators.GATHERS | {"ScatterElements", "ScatterND"}
+"""Operators whose indices may be negative, and then count from the end."""
+
+_PRODUCTS = frozenset({"Gemm", "MatMul", "Mul"})
+
+_OF_SIGNALS = frozenset({"Conv", "DFT", "STFT"})
+
+MAX_CENTERS = 4096
+"""The most numbers of a constant that is a center."""
+
+_TURNS = 100.0
+"""How many turns counts have that are no angles."""
+
+
+@dataclass
+class Uses:
+    """What a graph does with the values of an input.
+
+    ``centers``: constants that it subtracts, or compares with. ``indexed``: the size of an axis in which they
+    are indices. ``is_signal``: whether a filter reads them. ``scale``: the smallest factor by which it
+    multiplies them. ``gain``: as in `Range`, of what it multiplies by stored integers; ``product``: of what
+    it multiplies by each other. ``floats`` and ``reach``: as in `Range`. ``long`` and ``modulus``: the
+    largest integers by which it divides them and of which it takes a remainder, if these show that they are
+    large; ``has_digits``: whether it takes decimal digits out of their middle. ``skipping``: the value for
+    which a Loop has no iteration. ``is_shifted``: whether it subtracts them, as floats, from neighbours,
+    their mean or another input.
+    ``size`` and ``degree``: up to which their powers matter, and the largest degree of these, see `powers`.
+    ``is_wide``: whether such values differ in size. ``beside``: the largest constant that it adds to them.
+    ``turn``: the shortest turn of what they count, such as hours; infinite for angles. ``is_weight``: whether
+    it multiplies stored numbers that differ, such as coordinates, by them. ``exponent``: the largest integer
+    of which, as the exponent of a stored number, the power is a float16. ``end``: the float nearest to 0 of
+    which a power is beyond float16; infinite without one.
+    """
+
+    centers: list[Center] = field(default_factory=list)
+    indexed: float = 0.0
+    is_signal: bool = False
+    scale: float = 1.0
+    gain: float = 1.0
+    product: float = 1.0
+    floats: InFloats | None = None
+    reach: float = 0.0
+    long: float = 0.0
+    modulus: float = 0.0
+    has_digits: bool = False
+    skipping: float | None = None
+    is_shifted: bool = False
+    size: float = 0.0
+    degree: float = 0.0
+    is_wide: bool = False
+    beside: float = 0.0
+    turn: float = math.inf
+    is_weight: bool = False
+    exponent: float = math.inf
+    end: float = math.inf
+
+    @property
+    def turns(self) -> float:
+        """The largest value that is usual where they are counted on, as days since a start; else 0."""
+        return 0.0 if math.isinf(self.turn) else _TURNS * self.turn
+
+    @property
+    def divided(self) -> float:
+        """How large integers are that the graph divides, or of which it takes a remainder; 0 if it does not.
+
+        Of decimal digits the first part has as many as the others together: that of a date is the year.
+        """
+        are_decimal = is_decimal(self.long) and is_decimal(self.modulus)
+        # Milliseconds have no digits between seconds and the rest.
+        in_digits = self.has_digits or (are_decimal and self.modulus < self.long)
+        largest = max(self.long, self.modulus)
+        return largest**2 if in_digits or not largest else MAX_EXACT
+
+    @property
+    def least(self) -> float:
+        """As in `Range`."""
+        of_powers = _DIVISOR ** (1 / self.degree) / _DEVIATION if self.degree else 0.0
+        return max(self.beside / _BESIDE, of_powers)
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """All floats with which they are compared, in order."""
+        compared = [np.ravel(center.values) for center in self.centers if center.rounded]
+        return tuple(map(float, np.unique(np.concatenate(compared)))) if compared else ()
+
+
+@dataclass(frozen=True)
+class Center:
+    """Constants ``values``, and the ``deviation`` by which their differences are divided, if they are.
+
+    ``unit``: that of the last digits of the constants. ``compared``: whether these are thresholds;
+    ``rounded``: those of floats.
+    """
+
+    values: Numbers
+    deviation: Numbers | None = None
+    unit: float = 0.0
+    compared: bool = False
+    rounded: bool = False
+
+
+class UsesOfInputs:
+    """Collects the uses of all inputs, node by node, in the order in which ``terms`` follows them."""
+
+    def __init__(self, terms: LinearTerms) -> None:
+        self._terms = terms
+        self.scope = terms.scope
+        self.of: defaultdict[str, Uses] = defaultdict(Uses)
+
+    def add(self, node: onnx.NodeProto) -> None:
+        """Add what ``node`` does; nothing for a malformed one."""
+        try:
+            self._add(node)
+        except INVALID:
+            return
+
+    def add_outputs(self, names: Iterable[str]) -> None:
+        """Add what outputs of the graph, called ``names``, have of inputs."""
+        for name in names:
+            self._add_factors(name)
+            dtype = self._terms.scope.dtype(name)
+            for term in self._own(name):
+                is_plain = (term.scale, term.offset) == (1, 0)
+                if dtype is not None and is_plain == (dtype.kind in "iu"):
+                    # Identifiers are returned as they are, quantities in another unit.
+                    self.of[term.input].reach = MAX_EXACT
+
+    def _add_factors(self, name: str) -> None:
+        dtype = self._terms.scope.dtype(name)
+        is_whole = dtype is not None and dtype.kind in "iu"
+        for term in self._numbers(name):
+            uses, factor = self.of[term.input], abs(term.scale)
+            uses.scale = min(uses.scale, factor)
+            uses.gain = max(uses.gain, factor if is_whole else 0.0)
+
+    def _add(self, node: onnx.NodeProto) -> None:
+        for name in node.input:
+            self._add_factors(name)
+        self._add_weights(node)
+        self._add_product(node)
+        self._add_exponent(node)
+        self._add_end(node)
+        self._add_sum(node)
+        self._add_turn(node)
+        operator = node.op_type if node.domain in graph.STANDARD else ""
+        if operator in _OF_SIGNALS:
+            for term in self._terms.of(node.input[0]):
+                self.of[term.input].is_signal = True
+        elif operator == "Loop":
+            for term in self._own(node.input[0]):
+                self.of[term.input].skipping = term.input_of(0)
+        elif operator in _INDEXED:
+            self._add_indices(node)
+        elif operator == "Cast" and graph.attribute(node, "to", 0) in _FLOATS:
+            # What is split has an end only in what it is scaled to.
+            factor = max((float(np.abs(of).max()) for of in scales(node, self.scope)), default=1.0)
+            for term in self._numbers(node.input[0]):
+                scaled = term.times(factor)
+                floats = InFloats(scaled.scale, scaled.offset, term.several)
+                self.of[term.input].floats = floats
+        elif operator in ("Div", "Log", "Mod"):
+            self._add_reach(node)
+            self._add_difference(node)
+        elif operator in operators.COMPARES or operator in ("Add", "Sub"):
+            self._add_centers(node)
+            self._add_difference(node)
+        elif operator == "BatchNormalization":
+            self._add_mean(node)
+
+    def _add_weights(self, node: onnx.NodeProto) -> None:
+        for one, other in ((0, 1), (1, 0)) if node.op_type in _PRODUCTS else ():
+            if len(ends(node.input[other], self.scope)) > 1:
+                for term in self._numbers(node.input[one]):
+                    self.of[term.input].is_weight = True
+
+    def _add_sum(self, node: onnx.NodeProto) -> None:
+        """Integers of which many are added up are so small that the sum is one."""
+        dtype = self.scope.dtype(node.input[0]) if node.op_type in ("CumSum", "ReduceSum") else None
+        if dtype is None or dtype.kind not in "iu":
+            return
+        sizes = self.scope.sizes(node.input[0]) or ()
+        count = math.prod(sizes[axis] or 1 for axis in self.scope.axes(node) or ())
+        for term in self._numbers(node.input[0]):
+            uses = self.of[term.input]
+            uses.gain = max(uses.gain, abs(term.scale) * count)
+
+    def _add_turn(self, node: onnx.NodeProto) -> None:
+        for term in self._numbers(node.input[0]):
+            uses = self.of[term.input]
+            uses.turn = min(uses.turn, turn_of(node, term, self.scope))
+
+    def _add_exponent(self, node: onnx.NodeProto) -> None:
+        bases = map(abs, ends(node.input[0], self.scope)) if node.op_type == "Pow" else ()
+        growth = max((abs(math.log(base)) for base in bases if base), default=0.0)
+        for term in self._numbers(node.input[1]) if growth else ():
+            uses, most = self.of[term.input], math.log(FLOAT16.largest) / growth / abs(term.scale)
+            uses.exponent = min(uses.exponent, max(1.0, math.floor(most)))
+
+    def _add_end(self, node: onnx.NodeProto) -> None:
+        operand, end = _end_of_power(node, self.scope)
+        for term in self._own(node.input[operand]) if end and not self._fades(node) else ():
+            uses, number = self.of[term.input], term.input_of(end)
+            # A number beside a constant, such as a rate, is small; powers of others have all sizes.
+            is_rate = term.offset > (end if end < 1 else 0.0)
+            is_beside = node.op_type == "Exp" or operand == 1 or is_rate
+            if is_beside and abs(number) < abs(uses.end):
+                uses.end = number
+
+    def _fades(self, node: onnx.NodeProto) -> bool:
+        """Whether only a quotient or a logarithm is left of a large result of ``node``, as of a sigmoid."""
+        name = node.output[0]
+        sums = [
+            reader for reader in self.scope.nodes_reading(name) if reader.op_type in ("Add", "Sub")
+        ]
+        are_all = len(sums) == len(self.scope.nodes_reading(name)) > 0
+        return self._is_kept(name) or (are_all and all(self._is_kept(n.output[0]) for n in sums))
+
+    def _add_indices(self, node: onnx.NodeProto) -> None:
+        scope, data = self._terms.scope, node.input[0]
+        if node.op_type == "Gather" and scope.stored.get(data) is not None:
+            # No app counts the rows of a table, such as words, from its end.
+            return
+        for term in self._own(node.input[1]):
+            sizes = scope.sizes(data) or ()
+            axis = 0 if node.op_type.endswith("ND") else int(graph.attribute(node, "axis", 0))
+            if (term.scale, term.offset) == (1, 0) and sizes and (size := sizes[axis]):
+                self.of[term.input].indexed = size
+
+    def _add_mean(self, node: onnx.NodeProto) -> None:
+        """That of a normalization."""
+        mean, variance = (self._terms.scope.constant(name) for name in node.input[3:5])
+        if mean is not None and variance is not None:
+            rank = len(self._terms.scope.sizes(node.input[0]) or ())
+            shape = (-1, *[1] * max(rank - 2, 0))
+            deviation = np.sqrt(variance.astype(np.float64)).reshape(shape)
+            self._add_center(node.input[0], Center(mean.reshape(shape), deviation))
+
+    def _numbers(self, name: str) -> Iterator[LinearTerm]:
+        """The terms of a value that are numbers."""
+        return (term for term in self._terms.of(name) if not (term.truth or term.masked))
+
+    def _own(self, name: str) -> Iterator[LinearTerm]:
+        """The terms of a value that are numbers of only one input."""
+        return (term for term in self._numbers(name) if not term.several)
+
+    def _add_product(self, node: onnx.NodeProto) -> None:
+        """Integers that a graph multiplies by each other are so small that three fit into 32 bits."""
+        dtype = self.scope.dtype(node.output[0]) if node.op_type == "Mul" else None
+        is_stored = any(self.scope.constant(name) is not None for name in node.input)
+        if dtype is None or dtype.kind not in "iu" or is_stored:
+            return
+        for term in (term for name in node.input for term in self._numbers(name)):
+            self.of[term.input].product = LARGEST_OF_32_BITS ** (2 / 3)
+
+    def _add_reach(self, node: onnx.NodeProto) -> None:
+        """A logarithm is of numbers of all sizes, also of differences. A remainder uses all digits of
+        integers, also of those that a large factor hashes, and a division by a large integer is of larger
+        ones: small divisors are of digits and clocks, and powers of two of bits, which integers of fewer bits
+        have too.
+        """
+        scope = self._terms.scope
+        dtype, other = scope.dtype(node.input[0]), scope.constant(graph.operand(node, 1))
+        is_whole = dtype is not None and dtype.kind in "iu"
+        is_modulo = node.op_type == "Mod"
+        divisors = np.zeros(0) if other is None else other
+        is_long = is_whole and are_long(divisors, BUCKETS if is_modulo else LONG)
+        for term in self._numbers(node.input[0]):
+            is_plain = is_long and term.scale == 1 and not term.several
+            is_hash = is_long and is_modulo and abs(term.scale) >= LONG
+            uses = self.of[term.input]
+            if node.op_type == "Log" and uses.floats:
+                uses.floats = replace(uses.floats, wide=True)
+            if is_hash:
+                uses.reach = MAX_EXACT
+            elif is_plain and is_modulo:
+                uses.modulus = max(uses.modulus, float(np.abs(divisors).max()))
+            elif is_plain:
+                uses.long = max(uses.long, float(np.abs(divisors).max()))
+            elif node.op_type == "Log" and not term.several:
+                uses.reach = max(uses.reach, full_scale(term) or of_logarithm(term))
+            elif is_modulo and is_whole and abs(term.scale) < 1 and not term.several:
+                # As the bytes of an address.
+                modulus, divisor = float(np.abs(divisors).max(initial=0)), 1 / abs(term.scale)
+                uses.reach = max(uses.reach, modulus * divisor)
+                uses.has_digits |= is_decimal(modulus) and is_decimal(divisor)
+
+    def _add_centers(self, node: onnx.NodeProto) -> None:
+        for operand, other in ((0, 1), (1, 0)):
+            value = self._terms.scope.constant(node.input[other])
+            terms = (
+                () if node.op_type in operators.COMPARES else [*self._numbers(node.input[operand])]
+            )
+            if terms and (summands := [*self._summands(node.input[other])]):
+                for term in terms:
+                    uses, beside = self.of[term.input], max(summands) / abs(term.scale)
+                    uses.beside = max(uses.beside, beside)
+            if value is not None and 0 < value.size <= MAX_CENTERS and value.dtype.kind in "iuf":
+                numbers = -value.astype(np.float64) if node.op_type == "Add" else value
+                compared, unit = node.op_type in operators.COMPARES, _unit_of(value)
+                rounded = compared and value.dtype.kind == "f"
+                center = Center(numbers, self._deviation(node), unit, compared, rounded)
+                # What is added makes a quantity larger, and is beside few of its values.
+                is_more = node.op_type == "Add" and bool((value > 0).all())
+                if not (is_more or self._is_kept(node.output[0])):
+                    self._add_center(node.input[operand], center)
+
+    def _summands(self, name: str) -> Iterator[float]:
+        """The sizes of the constants of which ``name`` is a sum, also with other values."""
+        scope, seen, waiting = self._terms.scope, set[str](), [(name, 1.0)]
+        while waiting:
+            name, factor = waiting.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            maker = scope.maker(name)
+            if limits := ends(name, scope):
+                yield max(map(abs, limits)) * factor
+            elif maker is not None and maker.op_type in operators.MOVES:
+                waiting.append((maker.input[0], factor))
+            elif maker is not None and maker.op_type in ("Add", "Sub"):
+                waiting += ((operand, factor) for operand in maker.input)
+            elif maker is not None and maker.op_type in ("Div", "Mul"):
+                scales = ends(maker.input[1], scope)
+                if len(scales) == 1 and scales[0]:
+                    scale = abs(scales[0])
+                    by = 1 / scale if maker.op_type == "Div" else scale
+                    waiting.append((maker.input[0], factor * by))
+
+    def _is_kept(self, name: str) -> bool:
+        """Whether all that reads a value needs it away from 0, so that a constant in it is a pole."""
+        readers = self.scope.nodes_reading(name)
+        return bool(readers) and all(
+            node.op_type in ("Log", "Reciprocal", "Sqrt")
+            or (node.op_type == "Div" and name not in node.input[:1])
+            for node in readers
+        )
+
+    def _add_difference(self, node: onnx.NodeProto) -> None:
+        """That of two inputs, of values and their mean, or of an input's own neighbours in a series: any
+        offset is lost.
+        """
+        scope = self._terms.scope
+        dtype = scope.dtype(node.output[0])
+        if node.op_type not in ("Div", "Sub") or dtype is None or not is_float(dtype):
+            return
+        one, other = node.input[:2]
+        if node.op_type == "Sub" or self._is_of_logarithm(node.output[0]):
+            self._add_two_inputs(one, other)
+        root = moved(one, scope)
+        if any(scope.shape(name) is None for name in (root, one, other)):
+            return
+        if is_own_mean(one, other, scope) or are_neighbours(one, other, scope):
+            for term in self._own(one):
+                self.of[term.input].is_shifted = True
+
+    def _is_of_logarithm(self, name: str) -> bool:
+        """Whether logarithms of ``name`` are taken: that of a quotient is a difference of two."""
+        return any(node.op_type == "Log" for node in self.scope.nodes_reading(name))
+
+    def _add_two_inputs(self, one: str, other: str) -> None:
+        for left, right in itertools.product(self._numbers(one), self._numbers(other)):
+            if left.input != right.input and left.scale == right.scale:
+                self.of[left.input].is_shifted = self.of[right.input].is_shifted = True
+
+    def _add_center(self, name: str, center: Center) -> None:
+        for term in self._own(name):
+            values = (np.asarray(center.values, np.float64) - term.offset) / term.scale
+            spread = center.deviation
+            spread = None if spread is None else np.abs(spread / term.scale)
+            if np.isfinite(values).all() and (spread is None or np.isfinite(spread).all()):
+                uses, unit = self.of[term.input], center.unit / abs(term.scale)
+                uses.centers.append(Center(values, spread, unit, center.compared, center.rounded))
+                uses.reach = max(uses.reach, float(np.abs(values).max()))
+
+    def _deviation(self, node: onnx.NodeProto) -> Numbers | None:
+        """By what the result of ``node`` is divided at once, also in several steps; None if it is not."""
+        scope, name = self.scope, node.output[0]
+        deviation: Numbers | None = None
+        while len(readers := scope.nodes_reading(name)) == 1:
+            (reader,) = readers
+            if reader.op_type not in ("Div", "Mul") or reader.input[0] == reader.input[1]:
+                break
+            operand = [*reader.input].index(name)
+            value = scope.constant(reader.input[1 - operand])
+            is_scaled = operand == 0 or reader.op_type == "Mul"
+            if not is_scaled or value is None or not value.size or not np.all(value):
+                break
+            numbers = value.astype(np.float64)
+            factor = numbers if reader.op_type == "Div" else np.asarray(1 / numbers)
+            deviation = factor if deviation is None else np.asarray(deviation * factor)
+            name = reader.output[0]
+        return deviation
+
+
+def _end_of_power(node: onnx.NodeProto, scope: Scope) -> tuple[int, float]:
+    """The operand of a power ``node`` that makes it grow, and the number of which that is beyond the format;
+    0 if none is.
+    """
+    most = math.log(FLOAT16.largest)
+    if node.op_type == "Exp":
+        return 0, most
+    if node.op_type != "Pow":
+        return 0, 0.0
+    if bases := ends(node.input[0], scope):
+        growth = math.log(max(map(abs, bases)) or 1.0)
+        return 1, most / growth if growth else 0.0
+    power = max(ends(node.input[1], scope), key=abs, default=0.0)
+    return 0, math.exp(most / power) if abs(power) >= 2 else 0.0
+
+
+def _unit_of(constants: Numbers) -> float:
+    """That of the last decimal digit of ``constants``, at most 1."""
+    exponents = (Decimal(str(number)).as_tuple().exponent for number in constants.ravel())
+    return 10.0 ** min(*(number for number in exponents if isinstance(number, int)), 0)
+
+
+_FLOATS = frozenset(
+    onnx.TensorProto.DataType.Value(name) for name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE")
+)
