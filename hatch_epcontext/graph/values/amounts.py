@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
-from hatch_epcontext.graph.dtypes import Numbers
+from hatch_epcontext.graph.dtypes import MAX_EXACT, Array
 from hatch_epcontext.graph.values.conventions import DEVIATIONS
 from hatch_epcontext.graph.values.linear import LinearTerm
 
@@ -14,6 +15,7 @@ _MAX_AMOUNT, _MANY = 2.0**24, 1024.0
 """The same of float32, up to which a logarithm is of integers; and how many times what is usual in the unit
 that a factor shows.
 """
+
 LONG = 1000
 """The divisor from which a division is of large integers, as of times and identifiers."""
 
@@ -27,8 +29,33 @@ _SECONDS = frozenset({3600, 86400, 604800})
 """Hours, days and weeks in seconds: seconds since 1970 have 32 bits until 2038."""
 
 
-def are_long(divisors: Numbers, least: int) -> bool:
-    """Whether a division by these, of which one is ``least`` or more, is of large integers."""
+@dataclass
+class Divided:
+    """The largest ``divisor`` of integers that shows that these are large, and the largest ``modulus``; 0
+    without one. ``has_digits``: whether decimal digits are taken out of their middle.
+    """
+
+    divisor: float = 0.0
+    modulus: float = 0.0
+    has_digits: bool = False
+
+    @property
+    def reach(self) -> float:
+        """How large the integers are; 0 if nothing shows it.
+
+        Of decimal digits the first part has as many as the others together: that of a date is the year.
+        """
+        are_decimal = is_decimal(self.divisor) and is_decimal(self.modulus)
+        # Milliseconds have no digits between seconds and the rest.
+        in_digits = self.has_digits or (are_decimal and self.modulus < self.divisor)
+        largest = max(self.divisor, self.modulus)
+        return largest**2 if in_digits or not largest else MAX_EXACT
+
+
+def are_long(divisors: Array, least: int) -> bool:
+    """Whether a division by these, of which one is ``least`` or more, is of large integers: small divisors
+    are of digits and clocks, and powers of two of bits, which integers of fewer bits have too.
+    """
     sizes = np.abs(divisors.astype(np.int64)).ravel()
     are_powers = (sizes > 0) & (sizes & (sizes - 1) == 0)
     of_clocks = [int(size) in _SECONDS for size in sizes]

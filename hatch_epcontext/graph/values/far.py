@@ -19,7 +19,7 @@ from hatch_epcontext.graph.values.conventions import (
     looks_like_image,
     looks_like_sound,
 )
-from hatch_epcontext.graph.values.uses import MAX_CENTERS, Center, Uses
+from hatch_epcontext.graph.values.uses import BESIDE, MAX_CENTERS, Center, Uses
 
 _SMALL = 1000.0
 """Integers of both signs up to this one are small."""
@@ -34,9 +34,6 @@ _SCALED = 64
 
 _WIDE, _NARROW = 1 / 8, 1 / 1000
 """The deviations around a constant, relative to it."""
-
-_LEAST_DEVIATION = 1 / 200
-"""The deviation relative to the mean that float16 represents at 26 dB."""
 
 _MAX_COORDINATES = 3
 """The most different numbers of one position: more are the means of features, which vary."""
@@ -72,7 +69,7 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     ordinary = replace(ordinary, thresholds=uses.thresholds, least=uses.least, shifted=shifted)
     if not is_float(dtype):
         scaled = expected(uses.scale) if uses.scale < 1 else 0.0
-        reach = max(uses.reach, uses.divided, uses.turns, scaled)
+        reach = max(uses.reach, uses.divided.reach, uses.turns, scaled)
         reach = 0.0 if ordinary.is_firm else reach
         ordinary, allowed = _within_integers(ordinary, LARGEST_OF_32_BITS // uses.gain)
         gain = max(uses.gain, uses.product)
@@ -134,7 +131,7 @@ def _around_means(facts: TensorFacts, ordinary: Range, uses: Uses) -> tuple[Rang
             continue
         means, deviations = np.abs(standardized.centers), np.array(standardized.spreads)
         is_far = ordinary.high < means.max() <= FLOAT16.largest
-        if is_far and (deviations >= _LEAST_DEVIATION * means).all():
+        if is_far and (BESIDE * deviations >= means).all():
             others = [other for other in uses.centers if other is not center]
             # Nearer values to a mean than usual are no quiet ones.
             ordinary = replace(ordinary, standardized=standardized, least=1.0)
@@ -144,10 +141,10 @@ def _around_means(facts: TensorFacts, ordinary: Range, uses: Uses) -> tuple[Rang
 
 def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
     """The sizes of floats whose powers matter, each with differences that are smaller than itself."""
-    most = _WIDEST if math.isinf(uses.size) else uses.size
+    most = _WIDEST if math.isinf(uses.powers.size) else uses.powers.size
     if looks_like_image(facts):
         most = min(most, BRIGHTEST)
-    share = _OF_DIFFERENT if uses.is_wide else 1 / 4
+    share = _OF_DIFFERENT if uses.powers.is_wide else 1 / 4
     yield from (Far(share * size, size) for size in _SIZES if size / 2 <= most)
 
 

@@ -45,6 +45,9 @@ _KEEPING_SIGNS = (
 )
 """Operators whose result is negative only if an operand is."""
 
+_DEVIATION, _DIVISOR = 1 / 8, 2.0**-16
+"""That of one value of 64 that is not 0, and the divisor from which reciprocals are float16s."""
+
 _SCALED = 100.0
 """The size from which a factor is for large inputs: smaller ones are those of means."""
 
@@ -94,6 +97,22 @@ class _Sum:
 
 
 @dataclass(frozen=True)
+class SizeOfPowers:
+    """The ``size`` up to which powers of an input matter, the largest ``degree`` of those of which a quotient
+    is taken, and whether such values differ in size (``is_wide``).
+    """
+
+    size: float = 0.0
+    degree: float = 0.0
+    is_wide: bool = False
+
+    @property
+    def least(self) -> float:
+        """The level of floats, relative to their usual one, below which the powers are lost."""
+        return _DIVISOR ** (1 / self.degree) / _DEVIATION if self.degree else 0.0
+
+
+@dataclass(frozen=True)
 class Powers:
     """The ``sizes`` up to which powers of inputs matter, infinite if no size is more usual than another, and
     the ``amounts``: inputs of which a logarithm or a root is taken, or by which something is divided, so that
@@ -109,6 +128,16 @@ class Powers:
     degrees: dict[str, float] = field(default_factory=dict)
     differences: set[str] = field(default_factory=set)
     remaining: set[str] = field(default_factory=set)
+
+    def size_of(self, name: str, of_levels: float | None) -> SizeOfPowers:
+        """That of the input ``name``; ``of_levels``: the size of ``levels`` of which nothing else shows it,
+        if this may be one.
+        """
+        size = math.inf if name in self.degrees else 0.0
+        if of_levels is not None and name in self.levels:
+            size = of_levels
+        size = self.sizes.get(name, size)
+        return SizeOfPowers(size, self.degrees.get(name, 0.0), name in self.remaining)
 
 
 def powers_of(

@@ -76,17 +76,14 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
     factors = [name for name, range_ in ranges.items() if range_.usual == 1 and not range_.known]
     powers = powers_of(main, open_inputs, uses.scope, whole, factors)
     for facts in open_inputs.values():
-        is_sound = facts.name in powers.levels and looks_like_sound(facts)
-        degree = powers.degrees.get(facts.name, 0.0)
-        of_root = FULL_SCALE if is_sound else math.inf if facts.name in powers.degrees else 0.0
-        uses.of[facts.name].size = powers.sizes.get(facts.name, of_root)
-        uses.of[facts.name].degree = degree
-        uses.of[facts.name].is_wide = facts.name in powers.remaining
+        of_levels = FULL_SCALE if looks_like_sound(facts) else None
+        own = uses.of[facts.name]
+        own.powers = powers.size_of(facts.name, of_levels)
         range_, is_amount = ranges[facts.name], facts.name in powers.amounts
         ranges[facts.name] = replace(
             range_,
             low=max(range_.low, 0.0) if is_amount and range_.whole else range_.low,
-            high=min(range_.high, uses.of[facts.name].exponent if range_.whole else math.inf),
+            high=min(range_.high, own.exponent if range_.whole else math.inf),
             signed=not is_amount,
             squared=facts.name in powers.differences,
         )

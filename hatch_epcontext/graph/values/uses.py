@@ -21,6 +21,7 @@ from hatch_epcontext.graph.values.affine import scales
 from hatch_epcontext.graph.values.amounts import (
     BUCKETS,
     LONG,
+    Divided,
     are_long,
     full_scale,
     is_decimal,
@@ -30,12 +31,12 @@ from hatch_epcontext.graph.values.conventions import LARGEST_OF_32_BITS
 from hatch_epcontext.graph.values.differences import are_neighbours, is_own_mean, moved
 from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms, ends
 from hatch_epcontext.graph.values.periods import turn_of
+from hatch_epcontext.graph.values.powers import SizeOfPowers
 
-_BESIDE = 200
-"""A constant over the least level of floats beside it: float16 keeps 30 dB of these."""
-
-_DEVIATION, _DIVISOR = 1 / 8, 2.0**-16
-"""That of one value of 64 that is not 0, and the divisor from which reciprocals are float16s."""
+BESIDE = 200
+"""How many times as large as floats a number beside them may be: float16, whose steps are 2⁻¹⁰ to 2⁻¹¹ of the
+number, keeps 25 to 31 dB of them.
+"""
 
 _INDEXED = operators.GATHERS | {"ScatterElements", "ScatterND"}
 """Operators whose indices may be negative, and then count from the end."""
@@ -58,17 +59,14 @@ class Uses:
     ``centers``: constants that it subtracts, or compares with. ``indexed``: the size of an axis in which they
     are indices. ``is_signal``: whether a filter reads them. ``scale``: the smallest factor by which it
     multiplies them. ``gain``: as in `Range`, of what it multiplies by stored integers; ``product``: of what
-    it multiplies by each other. ``floats`` and ``reach``: as in `Range`. ``long`` and ``modulus``: the
-    largest integers by which it divides them and of which it takes a remainder, if these show that they are
-    large; ``has_digits``: whether it takes decimal digits out of their middle. ``skipping``: the value for
-    which a Loop has no iteration. ``is_shifted``: whether it subtracts them, as floats, from neighbours,
-    their mean or another input.
-    ``size`` and ``degree``: up to which their powers matter, and the largest degree of these, see `powers`.
-    ``is_wide``: whether such values differ in size. ``beside``: the largest constant that it adds to them.
-    ``turn``: the shortest turn of what they count, such as hours; infinite for angles. ``is_weight``: whether
-    it multiplies stored numbers that differ, such as coordinates, by them. ``exponent``: the largest integer
-    of which, as the exponent of a stored number, the power is a float16. ``end``: the float nearest to 0 of
-    which a power is beyond float16; infinite without one.
+    it multiplies by each other. ``floats`` and ``reach``: as in `Range`. ``divided``: by what it divides
+    them. ``skipping``: the value for which a Loop has no iteration. ``is_shifted``: whether it subtracts
+    them, as floats, from neighbours, their mean or another input. ``powers``: how large they may be because
+    of their powers. ``beside``: the largest constant that it adds to them. ``turn``: the shortest turn of
+    what they count, such as hours; infinite for angles. ``is_weight``: whether it multiplies stored numbers
+    that differ, such as coordinates, by them. ``exponent``: the largest integer of which, as the exponent of
+    a stored number, the power is a float16. ``end``: the float nearest to 0 of which a power is beyond
+    float16; infinite without one.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -79,14 +77,10 @@ class Uses:
     product: float = 1.0
     floats: InFloats | None = None
     reach: float = 0.0
-    long: float = 0.0
-    modulus: float = 0.0
-    has_digits: bool = False
+    divided: Divided = field(default_factory=Divided)
     skipping: float | None = None
     is_shifted: bool = False
-    size: float = 0.0
-    degree: float = 0.0
-    is_wide: bool = False
+    powers: SizeOfPowers = SizeOfPowers()
     beside: float = 0.0
     turn: float = math.inf
     is_weight: bool = False
@@ -99,22 +93,9 @@ class Uses:
         return 0.0 if math.isinf(self.turn) else _TURNS * self.turn
 
     @property
-    def divided(self) -> float:
-        """How large integers are that the graph divides, or of which it takes a remainder; 0 if it does not.
-
-        Of decimal digits the first part has as many as the others together: that of a date is the year.
-        """
-        are_decimal = is_decimal(self.long) and is_decimal(self.modulus)
-        # Milliseconds have no digits between seconds and the rest.
-        in_digits = self.has_digits or (are_decimal and self.modulus < self.long)
-        largest = max(self.long, self.modulus)
-        return largest**2 if in_digits or not largest else MAX_EXACT
-
-    @property
     def least(self) -> float:
         """As in `Range`."""
-        of_powers = _DIVISOR ** (1 / self.degree) / _DEVIATION if self.degree else 0.0
-        return max(self.beside / _BESIDE, of_powers)
+        return max(self.beside / BESIDE, self.powers.least)
 
     @property
     def thresholds(self) -> tuple[float, ...]:
@@ -142,8 +123,7 @@ class UsesOfInputs:
     """Collects the uses of all inputs, node by node, in the order in which ``terms`` follows them."""
 
     def __init__(self, terms: LinearTerms) -> None:
-        self._terms = terms
-        self.scope = terms.scope
+        self._terms, self.scope = terms, terms.scope
         self.of: defaultdict[str, Uses] = defaultdict(Uses)
 
     def add(self, node: onnx.NodeProto) -> None:
@@ -157,7 +137,7 @@ class UsesOfInputs:
         """Add what outputs of the graph, called ``names``, have of inputs."""
         for name in names:
             self._add_factors(name)
-            dtype = self._terms.scope.dtype(name)
+            dtype = self.scope.dtype(name)
             for term in self._own(name):
                 is_plain = (term.scale, term.offset) == (1, 0)
                 if dtype is not None and is_plain == (dtype.kind in "iu"):
@@ -165,7 +145,7 @@ class UsesOfInputs:
                     self.of[term.input].reach = MAX_EXACT
 
     def _add_factors(self, name: str) -> None:
-        dtype = self._terms.scope.dtype(name)
+        dtype = self.scope.dtype(name)
         is_whole = dtype is not None and dtype.kind in "iu"
         for term in self._numbers(name):
             uses, factor = self.of[term.input], abs(term.scale)
@@ -191,20 +171,25 @@ class UsesOfInputs:
         elif operator in _INDEXED:
             self._add_indices(node)
         elif operator == "Cast" and graph.attribute(node, "to", 0) in _FLOATS:
-            # What is split has an end only in what it is scaled to.
-            factor = max((float(np.abs(of).max()) for of in scales(node, self.scope)), default=1.0)
-            for term in self._numbers(node.input[0]):
-                scaled = term.times(factor)
-                floats = InFloats(scaled.scale, scaled.offset, term.several)
-                self.of[term.input].floats = floats
-        elif operator in ("Div", "Log", "Mod"):
-            self._add_reach(node)
-            self._add_difference(node)
+            self._add_cast(node)
+        elif operator == "Log":
+            self._add_logarithm(node)
+        elif operator in ("Div", "Mod"):
+            self._add_division(node)
         elif operator in operators.COMPARES or operator in ("Add", "Sub"):
             self._add_centers(node)
-            self._add_difference(node)
         elif operator == "BatchNormalization":
             self._add_mean(node)
+        if operator in ("Div", "Sub"):
+            self._add_difference(node)
+
+    def _add_cast(self, node: onnx.NodeProto) -> None:
+        """That to floats: what is split has an end only in what it is scaled to."""
+        factor = max((float(np.abs(of).max()) for of in scales(node, self.scope)), default=1.0)
+        for term in self._numbers(node.input[0]):
+            scaled = term.times(factor)
+            floats = InFloats(scaled.scale, scaled.offset, term.several)
+            self.of[term.input].floats = floats
 
     def _add_weights(self, node: onnx.NodeProto) -> None:
         for one, other in ((0, 1), (1, 0)) if node.op_type in _PRODUCTS else ():
@@ -248,14 +233,14 @@ class UsesOfInputs:
     def _fades(self, node: onnx.NodeProto) -> bool:
         """Whether only a quotient or a logarithm is left of a large result of ``node``, as of a sigmoid."""
         name = node.output[0]
-        sums = [
-            reader for reader in self.scope.nodes_reading(name) if reader.op_type in ("Add", "Sub")
-        ]
-        are_all = len(sums) == len(self.scope.nodes_reading(name)) > 0
-        return self._is_kept(name) or (are_all and all(self._is_kept(n.output[0]) for n in sums))
+        readers = self.scope.nodes_reading(name)
+        return self._is_kept(name) or (
+            bool(readers)
+            and all(r.op_type in ("Add", "Sub") and self._is_kept(r.output[0]) for r in readers)
+        )
 
     def _add_indices(self, node: onnx.NodeProto) -> None:
-        scope, data = self._terms.scope, node.input[0]
+        scope, data = self.scope, node.input[0]
         if node.op_type == "Gather" and scope.stored.get(data) is not None:
             # No app counts the rows of a table, such as words, from its end.
             return
@@ -267,9 +252,9 @@ class UsesOfInputs:
 
     def _add_mean(self, node: onnx.NodeProto) -> None:
         """That of a normalization."""
-        mean, variance = (self._terms.scope.constant(name) for name in node.input[3:5])
+        mean, variance = (self.scope.constant(name) for name in node.input[3:5])
         if mean is not None and variance is not None:
-            rank = len(self._terms.scope.sizes(node.input[0]) or ())
+            rank = len(self.scope.sizes(node.input[0]) or ())
             shape = (-1, *[1] * max(rank - 2, 0))
             deviation = np.sqrt(variance.astype(np.float64)).reshape(shape)
             self._add_center(node.input[0], Center(mean.reshape(shape), deviation))
@@ -291,41 +276,42 @@ class UsesOfInputs:
         for term in (term for name in node.input for term in self._numbers(name)):
             self.of[term.input].product = LARGEST_OF_32_BITS ** (2 / 3)
 
-    def _add_reach(self, node: onnx.NodeProto) -> None:
-        """A logarithm is of numbers of all sizes, also of differences. A remainder uses all digits of
-        integers, also of those that a large factor hashes, and a division by a large integer is of larger
-        ones: small divisors are of digits and clocks, and powers of two of bits, which integers of fewer bits
-        have too.
-        """
-        scope = self._terms.scope
-        dtype, other = scope.dtype(node.input[0]), scope.constant(graph.operand(node, 1))
-        is_whole = dtype is not None and dtype.kind in "iu"
-        is_modulo = node.op_type == "Mod"
-        divisors = np.zeros(0) if other is None else other
-        is_long = is_whole and are_long(divisors, BUCKETS if is_modulo else LONG)
+    def _add_logarithm(self, node: onnx.NodeProto) -> None:
+        """That of numbers of all sizes, also of differences."""
         for term in self._numbers(node.input[0]):
-            is_plain = is_long and term.scale == 1 and not term.several
-            is_hash = is_long and is_modulo and abs(term.scale) >= LONG
             uses = self.of[term.input]
-            if node.op_type == "Log" and uses.floats:
+            if uses.floats:
                 uses.floats = replace(uses.floats, wide=True)
-            if is_hash:
-                uses.reach = MAX_EXACT
-            elif is_plain and is_modulo:
-                uses.modulus = max(uses.modulus, float(np.abs(divisors).max()))
-            elif is_plain:
-                uses.long = max(uses.long, float(np.abs(divisors).max()))
-            elif node.op_type == "Log" and not term.several:
+            if not term.several:
                 uses.reach = max(uses.reach, full_scale(term) or of_logarithm(term))
-            elif is_modulo and is_whole and abs(term.scale) < 1 and not term.several:
+
+    def _add_division(self, node: onnx.NodeProto) -> None:
+        """A remainder uses all digits of integers, also of those that a large factor hashes, and a division
+        by a large integer is of larger ones.
+        """
+        dtype, divisors = self.scope.dtype(node.input[0]), self.scope.constant(node.input[1])
+        if dtype is None or dtype.kind not in "iu" or divisors is None:
+            return
+        is_modulo = node.op_type == "Mod"
+        is_long = are_long(divisors, BUCKETS if is_modulo else LONG)
+        largest = float(np.abs(divisors).max(initial=0))
+        for term in self._numbers(node.input[0]):
+            uses, is_plain = self.of[term.input], term.scale == 1 and not term.several
+            if is_long and is_modulo and abs(term.scale) >= LONG:
+                uses.reach = MAX_EXACT
+            elif is_long and is_plain and is_modulo:
+                uses.divided.modulus = max(uses.divided.modulus, largest)
+            elif is_long and is_plain:
+                uses.divided.divisor = max(uses.divided.divisor, largest)
+            elif is_modulo and abs(term.scale) < 1 and not term.several:
                 # As the bytes of an address.
-                modulus, divisor = float(np.abs(divisors).max(initial=0)), 1 / abs(term.scale)
-                uses.reach = max(uses.reach, modulus * divisor)
-                uses.has_digits |= is_decimal(modulus) and is_decimal(divisor)
+                divisor = 1 / abs(term.scale)
+                uses.reach = max(uses.reach, largest * divisor)
+                uses.divided.has_digits |= is_decimal(largest) and is_decimal(divisor)
 
     def _add_centers(self, node: onnx.NodeProto) -> None:
         for operand, other in ((0, 1), (1, 0)):
-            value = self._terms.scope.constant(node.input[other])
+            value = self.scope.constant(node.input[other])
             terms = (
                 () if node.op_type in operators.COMPARES else [*self._numbers(node.input[operand])]
             )
@@ -345,7 +331,7 @@ class UsesOfInputs:
 
     def _summands(self, name: str) -> Iterator[float]:
         """The sizes of the constants of which ``name`` is a sum, also with other values."""
-        scope, seen, waiting = self._terms.scope, set[str](), [(name, 1.0)]
+        scope, seen, waiting = self.scope, set[str](), [(name, 1.0)]
         while waiting:
             name, factor = waiting.pop()
             if name in seen:
@@ -378,9 +364,9 @@ class UsesOfInputs:
         """That of two inputs, of values and their mean, or of an input's own neighbours in a series: any
         offset is lost.
         """
-        scope = self._terms.scope
+        scope = self.scope
         dtype = scope.dtype(node.output[0])
-        if node.op_type not in ("Div", "Sub") or dtype is None or not is_float(dtype):
+        if dtype is None or not is_float(dtype):
             return
         one, other = node.input[:2]
         if node.op_type == "Sub" or self._is_of_logarithm(node.output[0]):
