@@ -37,6 +37,9 @@ _NEARLY = 2.0**-20
 _ROWWISE = operators.ELEMENTWISE | operators.RESHAPING | operators.GATHERS | {"Concat"}
 """Operators whose result has a row for each index in an operand."""
 
+_MAX_PICKS = 4
+"""The most selections of what a TopK has selected that are followed: detectors have one or two."""
+
 _MAX_REST = 2**24
 """The most bytes of the rest of a model that is kept with the reference."""
 
@@ -53,24 +56,60 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Pick:
+    """Of ``data`` a TopK, a GatherElements or, with ``is_whole``, a Gather takes those with these ``indices``
+    along ``axis``.
+    """
+
+    data: str
+    indices: str
+    axis: int
+    is_whole: bool = False
+
+    def of(self, marks: NDArray[np.bool_], arrays: Arrays) -> NDArray[np.bool_]:
+        """Which values are taken of the marked rows of the data in ``arrays``."""
+        wide, indices = (
+            spread(marks, arrays[self.data].shape),
+            arrays[self.indices].astype(np.int64),
+        )
+        if self.is_whole:
+            return np.take(wide, indices, self.axis)
+        # Along other axes there may be fewer indices than values.
+        kept = [slice(size) for size in indices.shape]
+        kept[self.axis] = slice(None)
+        return np.take_along_axis(wide[tuple(kept)], indices, self.axis)
+
+
+@dataclass(frozen=True)
 class Ties:
     """The ``candidates`` of which a TopK returns the values ``selected`` along ``axis``, and their indices:
-    of equal ones it may be any.
+    of equal ones it may be any. ``picks``: how some of what is made of these are selected in turn.
     """
 
     candidates: str
     selected: str
     axis: int = -1
+    picks: tuple[Pick, ...] = ()
 
     @property
-    def values(self) -> tuple[str, str]:
+    def values(self) -> frozenset[str]:
         """The values inside the model."""
-        return self.candidates, self.selected
+        picked = (name for pick in self.picks for name in (pick.data, pick.indices))
+        return frozenset((self.candidates, self.selected, *picked))
 
     def of(self, arrays: Arrays) -> NDArray[np.bool_]:
-        """Which of the selected values in ``arrays`` equal another candidate, in their shape."""
+        """Which of the selected values in ``arrays`` equal another candidate, in the shape of these, or of
+        what was picked of them.
+        """
+        are_tied = self._selected(arrays)
+        for pick in self.picks:
+            are_tied = pick.of(are_tied, arrays)
+        return are_tied
+
+    def _selected(self, arrays: Arrays) -> NDArray[np.bool_]:
         every, some = (
-            np.moveaxis(np.asarray(arrays[name], np.float64), self.axis, -1) for name in self.values
+            np.moveaxis(np.asarray(arrays[name], np.float64), self.axis, -1)
+            for name in (self.candidates, self.selected)
         )
         apart = np.where(np.isfinite(some), _NEARLY * np.abs(some), 0.0)
         are_tied = np.zeros(some.shape, bool)
@@ -81,6 +120,15 @@ class Ties:
             last = np.searchsorted(ordered, some[index] + apart[index], "right")
             are_tied[index] = last - first > 1
         return np.moveaxis(are_tied, -1, self.axis)
+
+
+def spread(rows: NDArray[np.bool_], shape: Sequence[int]) -> NDArray[np.bool_]:
+    """Which values of ``shape`` belong to one of the ``rows``, which its first axes have; none of another."""
+    sizes, more = ([size for size in one if size != 1] for one in (rows.shape, shape))
+    if more[: len(sizes)] != sizes:
+        return np.zeros(shape, bool)
+    wide = rows.reshape(*sizes, *[1] * (len(more) - len(sizes)))
+    return np.broadcast_to(wide, more).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -132,21 +180,23 @@ class Rest:
 class Selections:
     """The columns of the rows that each TopK of a model selects (``rows``), and the outputs that are choices;
     the part from a NonMaxSuppression on (``rest``), and the columns of its outputs (``suppressed``); and
-    other outputs that are made of the indices of a TopK (``ties``).
+    other outputs that are made of the indices of TopKs, with the ties of each (``ties``).
     """
 
     rows: tuple[tuple[Columns, ...], ...] = ()
     choices: Mapping[str, Choice] = field(default_factory=dict)
     rest: Rest | None = None
     suppressed: tuple[Columns, ...] = ()
-    ties: Mapping[str, Ties] = field(default_factory=dict)
+    ties: Mapping[str, Sequence[Ties]] = field(default_factory=dict)
 
     @property
     def values(self) -> frozenset[str]:
         """The values inside the model with which outputs are compared."""
         names = {columns.values for group in self.rows for columns in group}
         names |= {choice.candidates for choice in self.choices.values()}
-        names |= {name for ties in self.ties.values() for name in ties.values}
+        names |= {
+            name for several in self.ties.values() for ties in several for name in ties.values
+        }
         return frozenset(names - {""}).union(self.rest.values if self.rest else ())
 
     @property
@@ -169,7 +219,7 @@ def find_selections(model: onnx.ModelProto) -> Selections:
     others = [
         name for name in outputs if all(span.output != name for group in rows for span in group)
     ]
-    ties = {} if rest else dict(finder.ties(others))
+    ties = {} if rest else finder.ties(others)
     return Selections(rows, dict(finder.choices()), rest, suppressed, ties)
 
 
@@ -190,18 +240,43 @@ class _Finder:
             if choice := self._choice(self._scope.origin(output, _SAME_NUMBERS)):
                 yield output, choice
 
-    def ties(self, outputs: Sequence[str]) -> Iterator[tuple[str, Ties]]:
-        """Those of ``outputs`` that are made of the indices by which a TopK selects computed values."""
+    def ties(self, outputs: Sequence[str]) -> dict[str, list[Ties]]:
+        """Those of ``outputs`` that are made of the indices by which TopKs select computed values."""
+        found: dict[str, list[Ties]] = {}
         for node in self._scope.nodes:
-            if node.op_type != "TopK" or self._scope.maker(node.input[0]) is None:
+            if node.op_type == "TopK" and self._scope.maker(node.input[0]) is not None:
+                ties = Ties(node.input[0], node.output[0], graph.number(node, "axis", -1))
+                for name, picks in self._behind(node.output[1]):
+                    if name in outputs:
+                        found.setdefault(name, []).append(replace(ties, picks=picks))
+        return found
+
+    def _behind(self, indices: str) -> Iterator[tuple[str, tuple[Pick, ...]]]:
+        """The values that are made of the ``indices`` of a TopK, with how they are picked on the way."""
+        waiting: list[tuple[str, tuple[Pick, ...]]] = [(indices, ())]
+        seen = set[tuple[str, tuple[Pick, ...]]]()
+        while waiting:
+            value = waiting.pop()
+            if value in seen:
                 continue
-            behind, waiting = set[str](), [*node.output[1:]]
-            while waiting:
-                behind.add(name := waiting.pop())
-                readers = (r for r in self._scope.nodes_reading(name) if _keeps_rows(r, name))
-                waiting += (r.output[0] for r in readers if r.output[0] not in behind)
-            ties = Ties(node.input[0], node.output[0], graph.number(node, "axis", -1))
-            yield from ((name, ties) for name in outputs if name in behind)
+            seen.add(value)
+            yield value
+            name, picks = value
+            for reader in self._scope.nodes_reading(name):
+                if _keeps_rows(reader, name):
+                    waiting.append((reader.output[0], picks))
+                elif len(picks) < _MAX_PICKS and (pick := self._pick(reader, name)) is not None:
+                    waiting += ((output, (*picks, pick)) for output in reader.output)
+
+    def _pick(self, node: onnx.NodeProto, data: str) -> Pick | None:
+        """What ``node`` picks of ``data``; None if it reads them in another way, or picks for the app."""
+        if node.op_type == "TopK":
+            return Pick(data, node.output[1], graph.number(node, "axis", -1))
+        is_pick = node.op_type in ("Gather", "GatherElements") and data == node.input[0]
+        if not is_pick or self._scope.maker(node.input[1]) is None:
+            return None
+        axis, is_whole = graph.number(node, "axis", 0), node.op_type == "Gather"
+        return Pick(data, node.input[1], axis, is_whole)
 
     def suppressed(self, outputs: Sequence[str]) -> Iterator[Columns]:
         """The columns of ``outputs`` of a NonMaxSuppression: only the number of its rows is open."""

@@ -20,7 +20,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from hatch_epcontext.graph.dtypes import Array, Arrays, Numbers
-from hatch_epcontext.graph.selections import Choice, Rest, Selections, with_reads
+from hatch_epcontext.graph.selections import Choice, Rest, Selections, spread, with_reads
 from hatch_epcontext.worker.comparison.measures import MANY, TINY, Aligned
 from hatch_epcontext.worker.comparison.rows import LOST, Rows, floor_of
 from hatch_epcontext.worker.ort_values import run
@@ -84,9 +84,10 @@ def align(
             rows = Rows(columns, expected, unit, elsewhere)
             rows.put(result, *_compare_rows(rows, outputs, expected, candidates))
     for name, ties in selections.ties.items():
-        if name in outputs and candidates.keys() >= {*ties.values}:
-            are_tied = _spread(ties.of(candidates), outputs[name].shape)
-            result[name].output = np.where(are_tied, expected[name], outputs[name])
+        for one in ties:
+            if name in outputs and candidates.keys() >= one.values:
+                are_tied = spread(one.of(candidates), outputs[name].shape)
+                result[name].output = np.where(are_tied, expected[name], result[name].output)
     for name, choice in selections.choices.items():
         if name in outputs and result[name].rows is None:
             own = outputs[name]
@@ -127,15 +128,6 @@ def _compare_rows(
         rows.split(values)[score][is_farther] = rows.split(ref)[score][is_farther]
         noise[score] = np.maximum(noise[score], by_index)
     return values, noise
-
-
-def _spread(rows: NDArray[np.bool_], shape: Sequence[int]) -> NDArray[np.bool_]:
-    """Which values of ``shape`` belong to one of the ``rows``, which its first axes have; none of another."""
-    sizes, more = ([size for size in one if size != 1] for one in (rows.shape, shape))
-    if more[: len(sizes)] != sizes:
-        return np.zeros(shape, bool)
-    wide = rows.reshape(*sizes, *[1] * (len(more) - len(sizes)))
-    return np.broadcast_to(wide, more).reshape(shape)
 
 
 def _are_copies(rows: Numbers) -> NDArray[np.bool_]:

@@ -393,6 +393,25 @@ def test_indices_of_equal_values_say_nothing(nodes: str, tmp_path: Path) -> None
         assert compared.is_near(own) == is_near
 
 
+def test_indices_of_equal_values_say_nothing_behind_another_topk(tmp_path: Path) -> None:
+    outputs = "int64[2] y, int64[2] which, int64[2] both"
+    made = parsed(
+        f"""{PEAKS.replace("OUTPUTS", outputs).replace("> {", ", int64[1] two = {2}> {", 1)}
+        found = Gather <axis = 0> (table, numbers) best, which = TopK <axis = 0> (found, two)
+        y = Gather <axis = 0> (numbers, which) both = Add (y, which) }}""",
+        table=np.array([2, 1, *[0] * 8, 1.5, *[0] * 25], np.float32),
+    )
+    x = np.zeros((1, 6, 6), np.float32)
+    x[0, 1, 4], x[0, 5, 2] = 0.9, 0.8
+    compared = Compared(tmp_path, made, x=x)
+    # The best one is one of the equal values, of which any two are selected; the other is the first peak.
+    assert compared.wanted["y"].tolist() == [0, 10]
+    for name in ("y", "which", "both"):
+        for changed, is_near in (([3, 0], True), ([0, 3], False)):
+            own = {**compared.wanted, name: np.add(compared.wanted[name], changed)}
+            assert compared.is_near(own) == is_near, name
+
+
 @pytest.mark.parametrize("hidden", [0.0, -np.inf])
 def test_selected_values_are_tied_with_equal_candidates(hidden: float) -> None:
     rows = np.array([[3, hidden, 1, hidden], [hidden, 2, 2, 1]])
