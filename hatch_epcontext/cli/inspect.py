@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -15,7 +16,7 @@ from hatch_epcontext.graph.facts import Size
 from hatch_epcontext.jobs.boards import describe_run
 from hatch_epcontext.jobs.report import describe_coverage, describe_validation, describe_values
 from hatch_epcontext.package.manifest import ModelPackage
-from hatch_epcontext.providers import find
+from hatch_epcontext.providers import describe_chip
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import count, pairs, show_size
 from hatch_epcontext.tools import inspecting as tool
@@ -73,7 +74,7 @@ def _show_model(model: InspectReply) -> None:
         echo(f"{kind}: {pairs(model.operators)}")
     for ep, text in model.compatibility.items():
         echo(f"compatibility with {ep}: {text}")
-        if chip := _compiled_for(ep, text):
+        if chip := describe_chip(ep, text):
             echo(f"compiled for: {chip}")
     if model.contexts:
         contexts = []
@@ -97,38 +98,34 @@ def _show_package(folder: str, package: ModelPackage) -> None:
     files = package.files
     total = show_size(sum(file.size for file in files.values()))
     echo(f"{folder}: {package.about.generator}, {count(len(files), 'file')}, {total}")
-    rows, sizes = [], Counter[str]()
-    folders = {
-        v.variant_directory for c in package.components.values() for v in c.variants.values()
-    }
+    rows, lines, sizes = [], list[str](), Counter[str]()
+    folders = {variant.variant_directory for _, _, variant in package.variants}
     for file, record in files.items():
         # The folder of a language model has those of its targets inside.
         inside = (folder for folder in folders if file.startswith(f"{folder}/"))
         sizes[max(inside, key=len, default="")] += record.size
-    for name, component in package.components.items():
-        for target, variant in component.variants.items():
-            # Models that share a folder share its files.
-            size = sizes.pop(variant.variant_directory, 0)
-            about = variant.about
-            provider = about.settings.provider if about else variant.ep
-            compatibility = variant.compatibility_string or ""
-            row = (
-                name,
-                target,
-                variant.ep,
-                _compiled_for(provider, compatibility) or compatibility,
-                describe_coverage(about.coverage) if about else "",
-                _summarize(about.validation) if about else "",
-                show_size(size) if size else "",
-            )
-            rows.append(row)
+    for name, target, variant in package.variants:
+        # Models that share a folder share its files.
+        size = sizes.pop(variant.variant_directory, 0)
+        about = variant.about
+        provider = about.settings.provider if about else variant.ep
+        compatibility = variant.compatibility_string or ""
+        row = (
+            name,
+            target,
+            variant.ep,
+            describe_chip(provider, compatibility) or compatibility,
+            describe_coverage(about.coverage) if about else "",
+            _summarize(about.validation) if about else "",
+            show_size(size) if size else "",
+        )
+        rows.append(row)
+        if about:
+            facts = *map(describe_values, about.validation.inputs), *map(describe_run, about.boards)
+            lines += (f"{name} for {target}: {fact}" for fact in facts)
     show_table(("model", "target", "EP", "for", "coverage", "validation", "size"), rows)
-    for name, component in package.components.items():
-        for target, variant in component.variants.items():
-            for values in variant.about.validation.inputs if variant.about else ():
-                echo(f"{name} for {target}: {describe_values(values)}")
-            for run in variant.about.boards if variant.about else ():
-                echo(f"{name} for {target}: {describe_run(run)}")
+    for line in lines:
+        echo(line)
     for name, component in package.components.items():
         for target, module in component.about.modules.items():
             if module:
@@ -142,22 +139,20 @@ def _markdown(packages: Iterable[ModelPackage]) -> Iterator[str]:
     """A table of the compiled variants in ``packages``, and how builds and boards validated them."""
     yield "| model | target | for | compiled | validated | on hardware |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for package in packages:
-        for name, component in package.components.items():
-            for target, variant in component.variants.items():
-                if (about := variant.about) is not None:
-                    settings, text = about.settings, variant.compatibility_string or ""
-                    cells = (
-                        name,
-                        target,
-                        _compiled_for(settings.provider, text) or variant.ep,
-                        describe_coverage(about.coverage),
-                        describe_validation(about.validation, with_reason=False),
-                        "; ".join(map(describe_run, about.boards)),
-                    )
-                    # A report of a board is text of somebody else.
-                    plain = (re.sub(r"([\\`*_\[\]<>|~])", r"\\\1", cell) for cell in cells)
-                    yield f"| {' | '.join(plain)} |"
+    for name, target, variant in itertools.chain.from_iterable(p.variants for p in packages):
+        if (about := variant.about) is not None:
+            settings, text = about.settings, variant.compatibility_string or ""
+            cells = (
+                name,
+                target,
+                describe_chip(settings.provider, text) or variant.ep,
+                describe_coverage(about.coverage),
+                describe_validation(about.validation, with_reason=False),
+                "; ".join(map(describe_run, about.boards)),
+            )
+            # A report of a board is text of somebody else.
+            plain = (re.sub(r"([\\`*_\[\]<>|~])", r"\\\1", cell) for cell in cells)
+            yield f"| {' | '.join(plain)} |"
 
 
 def _shape(shape: Sequence[Size] | None) -> str:
@@ -166,12 +161,6 @@ def _shape(shape: Sequence[Size] | None) -> str:
         if shape is None
         else "x".join("?" if size is None else str(size) for size in shape)
     )
-
-
-def _compiled_for(name: str, compatibility: str) -> str:
-    # Another version of the package may have other providers.
-    provider = find(name)
-    return provider.describe(provider.compiled_for(compatibility)) if provider else ""
 
 
 def _summarize(validation: Validation) -> str:

@@ -24,7 +24,7 @@ from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.boards import describe_run
 from hatch_epcontext.jobs.report import describe_validation, validation_warnings
 from hatch_epcontext.jobs.report_file import check_report, write_board_report
-from hatch_epcontext.providers import find
+from hatch_epcontext.providers import describe_chip
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count
 from hatch_epcontext.tools.boards import make_report, project_models, unpacked
@@ -185,9 +185,7 @@ def _describe_model(model: InspectReply, ep: str, provider: str) -> list[str]:
     if not model.contexts:
         return ["optimized graph"]
     parts = [f"{count(len(model.contexts), 'context')} of {ep}"]
-    known = find(provider)
-    chip = known.compiled_for(model.compatibility.get(ep, "")) if known else {}
-    if known and chip:
-        parts.append(f"for {known.describe(chip)}")
+    if chip := describe_chip(provider, model.compatibility.get(ep, "")):
+        parts.append(f"for {chip}")
     uncovered = ", ".join(f"{number} {name}" for name, number in model.operators.items())
     return [*parts, f"left to the CPU: {uncovered}" if uncovered else "nothing left to the CPU"]

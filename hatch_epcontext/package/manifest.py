@@ -215,12 +215,19 @@ class ModelPackage:
         return self.about.files
 
     @property
+    def variants(self) -> list[tuple[str, str, Variant]]:
+        """Its variants, each after the names of its component and of its target."""
+        return [
+            (name, target, variant)
+            for name, component in self.components.items()
+            for target, variant in component.variants.items()
+        ]
+
+    @property
     def unrecorded(self) -> tuple[str, ...]:
         """The model files, by path, that have no record: the sources of an editable install."""
-        variants = (v for model in self.components.values() for v in model.variants.values())
-        return tuple(
-            dict.fromkeys(v.model_file for v in variants if v.model_file not in self.files)
-        )
+        files = dict.fromkeys(variant.model_file for _, _, variant in self.variants)
+        return tuple(file for file in files if file not in self.files)
 
 
 def make(

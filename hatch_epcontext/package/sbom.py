@@ -56,18 +56,18 @@ def write(
     for name, source in models.items():
         shipped = f"{folders[source.model.name]}/{source.model.path.name}" in package.files
         components.append(_model(f"model:{name}", source, "required" if shipped else "excluded"))
-    for name, component in package.components.items():
-        for target, variant in component.variants.items():
-            if (about := variant.about) is not None:
-                artifact = _component(f"artifact:{name}/{target}", models[component.about.model])
-                tools = {**about.compiled_with, f"SDK of {variant.ep}": about.ep_sdk_version}
-                artifact["properties"] = [
-                    {"name": f"{GENERATOR}:compiled-with", "value": f"{tool} {version}"}
-                    for tool, version in tools.items()
-                    if version
-                ]
-                components.append(artifact)
-                needed[artifact["bom-ref"]] = [f"model:{component.about.model}"]
+    for name, target, variant in package.variants:
+        if (about := variant.about) is not None:
+            model = package.components[name].about.model
+            artifact = _component(f"artifact:{name}/{target}", models[model])
+            tools = {**about.compiled_with, f"SDK of {variant.ep}": about.ep_sdk_version}
+            artifact["properties"] = [
+                {"name": f"{GENERATOR}:compiled-with", "value": f"{tool} {version}"}
+                for tool, version in tools.items()
+                if version
+            ]
+            components.append(artifact)
+            needed[artifact["bom-ref"]] = [f"model:{model}"]
     needed["wheel"] = [part["bom-ref"] for part in components if part["scope"] == "required"]
     name, version, license_ = project
     purl = f"pkg:pypi/{canonicalize_name(name)}@{version}"

@@ -59,6 +59,15 @@ def find(name: str) -> Provider | None:
     return next((provider for provider in PROVIDERS.values() if provider.has_name(name)), None)
 
 
+def describe_chip(name: str, compatibility: str) -> str:
+    """What a context with this ``compatibility`` is for, in words; ``name``: that of its provider or EP.
+
+    Empty if that is unknown: another version of the package may have other providers.
+    """
+    provider = find(name)
+    return provider.describe(provider.compiled_for(compatibility)) if provider else ""
+
+
 def configured(
     name: str,
     ep: str,

@@ -25,7 +25,7 @@ from packaging.version import InvalidVersion, Version
 from hatch_epcontext.errors import InspectionError, Kind, Problem
 from hatch_epcontext.package.manifest import ModelPackage, Variant
 from hatch_epcontext.package.wheel import DAMAGED_ARCHIVE, ProjectMetadata
-from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, find
+from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, describe_chip
 from hatch_epcontext.shipped import CPU_EP, PREPARED, SOURCE, Device
 from hatch_epcontext.text import listing
 from hatch_epcontext.tools.environment import Machine, ProviderState, describe_machine, examine
@@ -114,8 +114,7 @@ def this_machine(wheels: Iterable[Wheel]) -> Machine:
     """This machine, whose EPs were asked about the contexts of ``wheels``."""
     asked: dict[str, list[str]] = {}
     packages = (package for wheel in wheels for package in wheel.packages.values())
-    components = (component for package in packages for component in package.components.values())
-    for variant in itertools.chain.from_iterable(c.variants.values() for c in components):
+    for _, _, variant in itertools.chain.from_iterable(package.variants for package in packages):
         if (about := variant.about) and about.compares and variant.compatibility_string:
             for name in (name for name, known in PROVIDERS.items() if known.ep == variant.ep):
                 asked.setdefault(name, []).append(variant.compatibility_string)
@@ -262,8 +261,7 @@ def _expect_on(state: ProviderState, variant: Variant, device: Device) -> _Resul
     if about and about.compares and compatibility in fitting[0].incompatible:
         return "cannot", f"{ep} there says that it cannot run {compatibility[:40]}"
     best = f"{fitting[0].kind} ({fitting[0].vendor or 'unknown'})"
-    known = find(ep)
-    chip = known.describe(known.compiled_for(compatibility)) if known else ""
+    chip = describe_chip(ep, compatibility)
     fits = f"runs what is for {chip}" if chip else "fits"
     return "unknown", f"{ep} finds {best}; only opening it shows whether it {fits}"
 
@@ -308,9 +306,9 @@ def _doubt_files(candidate: _Candidate) -> str:
         return "the models of an editable install are elsewhere"
     if variant.about and variant.about.settings.optimization == "all":
         return 'optimization = "all" is for the processor of the build machine'
-    own, components = f"{variant.variant_directory}/", package.components.values()
+    own = f"{variant.variant_directory}/"
     # Variants may share a folder: the model of another one is not opened.
-    others = {v.model_file for c in components for v in c.variants.values()} - {variant.model_file}
+    others = {other.model_file for _, _, other in package.variants} - {variant.model_file}
     for name, recorded in package.files.items():
         if not name.startswith(own) or name.startswith(f"{own}{PREPARED}/") or name in others:
             continue

@@ -560,7 +560,7 @@ def _read(folder: Path) -> ModelPackage:
     if package is None:
         message, hint = "has no manifest itself.", "Name the folder of one model package."
         raise InspectionError(Problem(Kind.INVALID_PATH, str(folder), message, hint))
-    if not any(component.variants for component in package.components.values()):
+    if not package.variants:
         names = ", ".join(package.about.companions)
         message = f"has no variants{f': they are in {names}' if names else ''}."
         raise InspectionError(Problem(Kind.INVALID_PACKAGE, str(folder), message))
