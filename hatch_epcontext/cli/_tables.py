@@ -14,9 +14,8 @@ import click
 
 from hatch_epcontext.cli._common import Command, echo, failed_jobs, warn
 from hatch_epcontext.config.environ import PREFIX
-from hatch_epcontext.config.pyproject import parse
+from hatch_epcontext.config.pyproject import parse, write
 from hatch_epcontext.errors import BuildError, Problem
-from hatch_epcontext.files import write_atomically
 from hatch_epcontext.package.wheel import MAX_SIZE
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.system import Terminated
@@ -72,7 +71,7 @@ def add_tables(
 
     With ``trial`` the models are compiled first.
     """
-    file, before = str(pyproject.file), pyproject.raw
+    file, before = str(pyproject.file), pyproject.text
     new = [model for model in models if model.path not in pyproject.listed]
     stopped = None
     if trial and new:
@@ -81,17 +80,14 @@ def add_tables(
             targets = {**targets, "cpu": targets.get("cpu", {})}
         new, stopped = _try(pyproject, add_models(pyproject, new, targets)[0], new)
     after, config = add_models(pyproject, new, targets)
-    # A file with the line ends of Windows keeps them.
-    text = after.replace("\n", "\r\n") if "\r\n" in before else after
     questions = [f"{model.path}: {line}" for model in new for line in model.questions]
     if dry_run:
-        changed = before.splitlines(), text.splitlines()
+        changed = before.splitlines(), after.splitlines()
         echo("\n".join(difflib.unified_diff(*changed, file, file, lineterm="")), lines=True)
-    elif text == before:
+    elif after == before:
         echo(f"{file} stays as it is")
     else:
-        # A link stays a link.
-        write_atomically(pyproject.file.resolve(), text)
+        write(pyproject.file, after, pyproject.raw)
         # Before all sizes are known, there are only errors to see.
         echo(
             f"wrote {file}" + ("" if questions else "; to see the jobs: epcontext build --dry-run")

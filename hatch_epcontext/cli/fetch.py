@@ -15,9 +15,8 @@ from hatch_epcontext.cli._common import echo, existing_folder, log, open_store
 from hatch_epcontext.cli._settings import use_lines
 from hatch_epcontext.config.environ import PREFIX, environment_or_error
 from hatch_epcontext.config.load import load
-from hatch_epcontext.config.pyproject import FILE, tool_table
+from hatch_epcontext.config.pyproject import FILE, tool_table, write
 from hatch_epcontext.errors import BuildError, ConfigError, DownloadError, Key, Kind, Problem
-from hatch_epcontext.files import write_atomically
 from hatch_epcontext.remote.downloads import Downloads, download_models
 from hatch_epcontext.system import check_folder
 from hatch_epcontext.text import count, to_toml
@@ -101,9 +100,6 @@ def _pin(file: Path, keys: Sequence[Key], downloads: Downloads) -> None:
         message = "was changed meanwhile, and nothing is written."
         hint = "Run epcontext fetch --pin again."
         raise ConfigError(Problem(Kind.INVALID_PYPROJECT, str(file), message, hint))
-    result = tomlkit.dumps(document)
-    # A file with the line ends of Windows keeps them, and a link stays a link.
-    text = result.replace("\n", "\r\n") if "\r\n" in text else result
-    write_atomically(file.resolve(), text)
+    write(file, tomlkit.dumps(document), text)
     for table in tables:
         echo(pinned_line(table))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hatch_epcontext.errors import ROOT, ConfigError, Key, KeyNames, Kind, Problem
+from hatch_epcontext.files import write_atomically
 from hatch_epcontext.frozen import dataclass
 
 if sys.version_info >= (3, 11):
@@ -29,6 +30,15 @@ def parse(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def write(file: Path, text: str, before: str) -> None:
+    """Write ``text``, with line ends of Unix, to ``file``, which had the text ``before``.
+
+    A file with the line ends of Windows keeps them, and a link stays a link.
+    """
+    text = text.replace("\n", "\r\n") if "\r\n" in before else text
+    write_atomically(file.resolve(), text)
 
 
 def tool_table(root: Path) -> Any:

@@ -99,11 +99,12 @@ def _report(
     boards: Mapping[tuple[str, str], tuple[BoardRun, ...]],
 ) -> JobReport:
     record, winner, validated = built.record, built.attempt, built.validated
+    target, provider = built.job.target.name, built.job.target.provider
     models = zip(built.job.models, record.preparations, record.contexts, strict=True)
     lines = (*winner.dropped, *notes(built.search, winner))
     return JobReport(
-        target=built.job.target.name,
-        provider=built.job.target.provider.name,
+        target=target,
+        provider=provider.name,
         cached=built.cached,
         models=tuple(
             ModelReport(
@@ -113,25 +114,20 @@ def _report(
                 preparation,
                 context.coverage,
                 validated[model.name].validation,
-                _chip(built, context),
+                provider.describe(provider.compiled_for(context.compatibility)),
                 validated[model.name].load,
                 validated[model.name].day,
-                boards.get((model.name, built.job.target.name), ()),
+                boards.get((model.name, target), ()),
             )
             for model, preparation, context in models
         ),
         times=winner.times,
         notes=tuple(dict.fromkeys(lines)),
-        size=built.record.size,
+        size=record.size,
         group=built.job.group,
         files=record.files,
         versions=record.versions,
     )
-
-
-def _chip(built: Built, context: Context) -> str:
-    provider = built.job.target.provider
-    return provider.describe(provider.compiled_for(context.compatibility))
 
 
 def describe_coverage(coverage: Coverage | None) -> str:

@@ -154,7 +154,7 @@ def build(
     limits. Raises RequirementError when the environment cannot build the plan, BuildError when a model
     cannot be read, and IncompleteError when jobs failed, after all others are finished and stored.
     """
-    settings, reports = plan.config.build, read_reports(plan.config)
+    settings, reports, warn = plan.config.build, read_reports(plan.config), warn or log
     with workers or Workers(settings.timeout, memory_limit=settings.memory_limit) as started:
         begun = begin(plan, staging, cache, started)
         notes = [*open_folders(begun, only_known=plan.config.environment.only_from_cache)]
@@ -162,13 +162,13 @@ def build(
         if settings.scheduler is None or all(job.target.from_cache for job in begun.jobs):
             largest = max((source.size for source in begun.sources.values()), default=0)
             at_once = jobs_at_once(settings.jobs, largest)
-            result = _run(begun, partial(run_job, begun), at_once, log, warn or log)
+            result = _run(begun, partial(run_job, begun), at_once, log, warn)
         else:
             from hatch_epcontext.jobs.cluster import Cluster
 
             with contextlib.closing(Cluster(settings, begun)) as cluster:
                 run, at_once = cluster.run, cluster.jobs_at_once
-                result = _run(begun, run, at_once, log, warn or log)
+                result = _run(begun, run, at_once, log, warn)
     unused = (f"{key}: no model uses this target" for key in plan.config.unused)
     frozen = _frozen(begun.sources.values())
     chips = (
@@ -177,8 +177,8 @@ def build(
         if (missing := target.provider.missing_chip(target.settings.provider_options))
     )
     for warning in dict.fromkeys((*unused, *notes, *frozen, *chips)):
-        (warn or log)(warning)
-    result = with_boards(result, reports, log, warn or log)
+        warn(warning)
+    result = with_boards(result, reports, log, warn)
     if result.failures:
         raise IncompleteError(result)
     return result

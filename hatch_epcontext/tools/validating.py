@@ -344,24 +344,12 @@ def _run_moved(
             return _Ran(validation)
         timing = None
         if not (validation.differs or validation.simulated):
-            to_time = _to_time(moved / name, target, to_run, facts)
+            # As it is compiled, and from its file.
+            how = str(moved / name), target, True, False
+            to_time = TimeOpeningRequest(*how, to_run, facts.inputs, {}, RUNS)
             timing = workers.call(to_time, staging / "timing", location=location)
         compatibility = facts.compatibility.get(provider.ep, "")
         return _Ran(validation, device.run(target, compatibility, validation, timing))
-
-
-def _to_time(path: Path, target: Target, model: Model, facts: InspectReply) -> TimeOpeningRequest:
-    """The request to time how the artifact at ``path`` opens and runs."""
-    return TimeOpeningRequest(
-        str(path),
-        target,
-        compiled=True,
-        from_buffer=False,
-        model=model,
-        inputs=facts.inputs,
-        ranges={},
-        runs=RUNS,
-    )
 
 
 def _copy(artifact: _Artifact, moved: Path) -> str:

@@ -253,18 +253,21 @@ def failed(word: bytes, text: bytes, log: WorkerLog) -> BuildError:
 
 def ended(code: int, activity: str) -> BuildError:
     """The error of a worker that ended in this ``activity`` with exit code ``code`` and without a reply."""
-    name = _signal_name(code)
+    name, unsigned = _signal_name(code), code & 0xFFFFFFFF
     if name is not None and name not in _CRASHES:
         hint = "Something else ended it: build again."
         if name == "SIGKILL":
             hint = f"The system kills processes when memory is short. {_LESS_MEMORY}"
         message = f"the worker was killed with {name}{activity}."
         return AccidentError(Problem(Kind.WORKER_KILLED, "", message, hint))
-    if code & 0xFFFFFFFF == _STOPPED:
+    if unsigned == _STOPPED:
         message = f"the worker was stopped with Ctrl-C, or with its console{activity}."
         return AccidentError(Problem(Kind.WORKER_KILLED, "", message, "Build again."))
+    how = f"ended with exit code {code} and without a reply"
+    if name or unsigned in _WINDOWS_CRASHES:
+        how = f"crashed with {name or f'{_WINDOWS_CRASHES[unsigned]} (0x{unsigned:08X})'}"
     hint = "The crash is in ONNX Runtime or in the execution provider's library: see the log."
-    message = f"the worker {_describe_exit(code)}{activity}."
+    message = f"the worker {how}{activity}."
     return CrashError(Problem(Kind.WORKER_CRASHED, "", message, hint))
 
 
@@ -276,11 +279,3 @@ def _signal_name(code: int) -> str | None:
         return signal.Signals(-code).name
     except ValueError:
         return f"the signal {-code}"
-
-
-def _describe_exit(code: int) -> str:
-    if name := _signal_name(code):
-        return f"crashed with {name}"
-    if crash := _WINDOWS_CRASHES.get(code & 0xFFFFFFFF):
-        return f"crashed with {crash} (0x{code & 0xFFFFFFFF:08X})"
-    return f"ended with exit code {code} and without a reply"
