@@ -11,13 +11,11 @@ import numpy as np
 from hatch_epcontext.graph.dtypes import Array, dtype_bounds
 from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.number_format import NumberFormat
+from hatch_epcontext.graph.values.conventions import USUAL_UNITS
 from hatch_epcontext.providers import Provider
 from hatch_epcontext.text import listing, show_number
 from hatch_epcontext.worker.comparison.runs import ReferenceRun
 from hatch_epcontext.worker.results import InputValues
-
-_USUAL = 100.0
-"""The size of quantities in the unit that a factor shows, such as years, within which integers do not end."""
 
 _MAX_NAMED = 3
 """The most inputs that a warning names."""
@@ -98,7 +96,7 @@ def _with_ends(
                 value = replace(value, least=least, most=most, in_floats=largest)
     # Of one input the reach says how large what has a logarithm is.
     is_wide = floats is not None and floats.wide and floats.several and bool(value.in_floats)
-    usual = _USUAL / abs(floats.factor) if floats is not None else 0.0
+    usual = USUAL_UNITS / abs(floats.factor) if floats is not None else 0.0
     is_reached = bool(value.most) and max(range_.reach, usual) > value.most
     return replace(value, expected=is_wide or is_reached)
 

@@ -29,7 +29,8 @@ from hatch_epcontext.worker.session import LEVELS, cpu_options, open_session
 _ROUNDING = 2.0**-20
 """The relative errors of weights whose effect on integers is measured, as float32 sums have them."""
 
-_FEW_VALUES = 16
+_MAX_SIZES = 16
+"""The most floats that may be sizes: the region of a Resize has two for each of 8 dimensions."""
 
 _NO_LIMITS = Tolerance(snr=1000, cosine=1)
 
@@ -82,8 +83,8 @@ def open_rounded(path: Path, folder: Path, options: ort.SessionOptions) -> ort.I
     """
     onnx_model, rng = load_whole(path), np.random.default_rng(0)
     for tensor in onnx_model.graph.initializer:
-        # A few numbers may be sizes, such as those of a Resize, which must not change.
-        if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _FEW_VALUES:
+        # Sizes must not change.
+        if tensor.data_type == onnx.TensorProto.FLOAT and math.prod(tensor.dims) > _MAX_SIZES:
             rounded = _noisy(onnx.numpy_helper.to_array(tensor), rng)
             tensor.CopyFrom(onnx.numpy_helper.from_array(rounded, tensor.name))
     save_whole(onnx_model, folder / "rounded.onnx")

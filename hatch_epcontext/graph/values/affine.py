@@ -12,6 +12,7 @@ from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.dtypes import Numbers
 from hatch_epcontext.graph.number_format import FLOAT16
 from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.values.conventions import DEVIATIONS, SCALING
 from hatch_epcontext.graph.values.integers import limits
 
 _LONG = (np.dtype(np.int32), np.dtype(np.int64))
@@ -26,16 +27,13 @@ _MOVES = operators.LAYOUT | {"Expand", "Gather", "Slice"}
 _LARGEST, _EXACT, _END = FLOAT16.largest, 2048, 2.0**31
 """The largest float16; the integer up to which it has them all; and the first of more than 32 bits."""
 
-_SMALLEST_SCALE, _SCALED, _LARGEST_SCALE = 2.0**-29, 1 / 64, 1.0
-"""The factor that leaves something of integers of 32 bits; that up to which graphs scale large ones down; and
-the largest of several of which one is that small.
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-29, 1.0
+"""The factor that leaves something of integers of 32 bits, and the largest of several of which one scales
+large ones down.
 """
 
 _FEW = 4096
 """Up to so many values nodes cost next to nothing."""
-
-_USUAL = 8.0
-"""The largest number that a graph scales to, unless it is a quantity in another unit."""
 
 _ROUNDED = 2.0**-22
 """The error of constants, relative to them."""
@@ -182,12 +180,12 @@ def is_split(value: Affine, scope: Scope) -> bool:
     Pixels and other large tensors are not, although no graph says so.
     """
     sizes = np.abs(value.scale)
-    is_scaled = _SMALLEST_SCALE < sizes.min() <= _SCALED and sizes.max() <= _LARGEST_SCALE
+    is_scaled = _SMALLEST_SCALE < sizes.min() <= SCALING and sizes.max() <= _LARGEST_SCALE
     if not is_scaled or not is_long(value, scope):
         return False
     low, high = limits(value.whole, scope)
     is_proved = low > -_END and high < _END - 1
-    return is_proved or _are_few(value, scope) or _USUAL / sizes.min() > _LARGEST
+    return is_proved or _are_few(value, scope) or DEVIATIONS / sizes.min() > _LARGEST
 
 
 def is_long(value: Affine, scope: Scope) -> bool:

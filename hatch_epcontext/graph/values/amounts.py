@@ -11,16 +11,19 @@ from hatch_epcontext.graph.dtypes import MAX_EXACT, Array
 from hatch_epcontext.graph.values.conventions import DEVIATIONS
 from hatch_epcontext.graph.values.linear import LinearTerm
 
-_MAX_AMOUNT, _MANY = 2.0**24, 1024.0
-"""The same of float32, up to which a logarithm is of integers; and how many times what is usual in the unit
-that a factor shows.
+_EXACT_IN_FLOAT32, _LONGEST = 2.0**24, 1024.0
+"""How large integers are of which a logarithm is taken: as far as float32 has all, and so many times what is
+expected in the unit that a factor shows. A judgment: durations in ms that are scaled to minutes, of which 8
+are expected, reach six days.
 """
 
 LONG = 1000
 """The divisor from which a division is of large integers, as of times and identifiers."""
 
-_FEWEST_LEVELS, _SLIGHT = 128.0, 0.01
-"""The least full scale, and the part of it that only keeps values from 0."""
+_FEWEST_LEVELS, _KEPT_FROM_0 = 128.0, 0.01
+"""The least full scale, and the part of it that only keeps values from 0: 1 of 256 levels is 0.004, and half
+of all would still tell one full scale from the next, which is twice as large.
+"""
 
 BUCKETS = 100
 """The modulus from which a remainder is that of identifiers."""
@@ -64,7 +67,7 @@ def are_long(divisors: Array, least: int) -> bool:
 
 def of_logarithm(term: LinearTerm) -> float:
     """The largest integer of which a logarithm is usual, of all sizes."""
-    return max(_MAX_AMOUNT, _MANY * expected(abs(term.scale)))
+    return max(_EXACT_IN_FLOAT32, _LONGEST * expected(abs(term.scale)))
 
 
 def full_scale(term: LinearTerm) -> float:
@@ -73,7 +76,7 @@ def full_scale(term: LinearTerm) -> float:
     if one < _FEWEST_LEVELS:
         return 0.0
     full = 2.0 ** round(math.log2(one)) - 1
-    is_full = abs(term.scale * full + term.offset - 1) < _SLIGHT
+    is_full = abs(term.scale * full + term.offset - 1) < _KEPT_FROM_0
     return full if is_full else 0.0
 
 

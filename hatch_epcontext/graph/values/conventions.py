@@ -13,6 +13,14 @@ DEVIATIONS = 8.0
 LARGEST_OF_32_BITS = 2.0**31 - 1
 """Larger integers are left to what EPs declare."""
 
+SCALING = 1 / 64
+"""The factor from which on down a graph scales large numbers: attention divides by the root of up to 4096."""
+
+USUAL_UNITS = 100.0
+"""How many units quantities have in what a graph counts or converts them to: 100 days of hours, or 100 years.
+A judgment: dates, ages and sensors have as many, and float16 has all integers up to 20 times that.
+"""
+
 BRIGHTEST = 255.0
 """The largest value of a pixel."""
 

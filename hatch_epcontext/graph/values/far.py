@@ -16,6 +16,7 @@ from hatch_epcontext.graph.values.conventions import (
     BRIGHTEST,
     DEVIATIONS,
     LARGEST_OF_32_BITS,
+    SCALING,
     looks_like_image,
     looks_like_sound,
 )
@@ -26,11 +27,9 @@ _SMALL = 1000.0
 
 _WITHIN = 4.0
 """The deviations within which nearly all floats are."""
+
 FULL_SCALE, _OF_SOUND = 32768.0, 8000.0
 """That of int16, and the level of sound with this full scale."""
-
-_SCALED = 64
-"""The divisor from which floats that a graph scales are large."""
 
 _WIDE, _NARROW = 1 / 8, 1 / 1000
 """The deviations around a constant, relative to it."""
@@ -40,8 +39,11 @@ _MAX_COORDINATES = 3
 
 _DIGITS = 5
 """The units of the last digit of a constant within which values around it are."""
-_TIMES = tuple(4.0**exponent for exponent in range(5))
-"""How many times as many turns counts also have: days since 1900 are many weeks."""
+
+_MORE_TURNS = tuple(4.0**exponent for exponent in range(5))
+"""How many times as many turns as usual counts also have: days since 1900 are 6600 weeks. From one to the
+next the steps of float16, in which a count loses where in a turn it is, are four times as large.
+"""
 
 _MAX_VALUES = 4
 """The most other values of a number that is compared."""
@@ -49,8 +51,10 @@ _MAX_VALUES = 4
 _SIZES = tuple(2.0**exponent for exponent in range(5, 20, 2))
 """The sizes of floats whose powers matter: from 32 to above the end of float16."""
 
-_OF_DIFFERENT = 1 / 64
-"""How small values may be beside those that they are subtracted from."""
+_SMALLEST_SHARE, _SMALLEST_OF_WIDE = 1 / 4, 1 / 64
+"""How small floats are beside the largest of a size: up to the size before. Those of whose differences a
+logarithm is taken up to the third one before, so that some differences are as large as an operand.
+"""
 
 _WIDEST = 4095.0
 """The largest value of coordinates and sensors, which have up to 12 bits."""
@@ -89,7 +93,7 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     far += [*_around(facts, ordinary, uses), *beyond_end]
     if sound and not any(values.is_larger for values in far):
         far.append(Far(centers=(0.0,), spreads=(_OF_SOUND,)))
-    elif not (far or ordinary.shifted or ordinary.standardized) and uses.scale < 1 / _SCALED:
+    elif not (far or ordinary.shifted or ordinary.standardized) and uses.scale < SCALING:
         far.append(Far(centers=(0.0,), spreads=(expected(uses.scale) / DEVIATIONS,)))
     return replace(ordinary, far=tuple(far), sound=sound)
 
@@ -144,13 +148,13 @@ def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
     most = _WIDEST if math.isinf(uses.powers.size) else uses.powers.size
     if looks_like_image(facts):
         most = min(most, BRIGHTEST)
-    share = _OF_DIFFERENT if uses.powers.is_wide else 1 / 4
+    share = _SMALLEST_OF_WIDE if uses.powers.is_wide else _SMALLEST_SHARE
     yield from (Far(share * size, size) for size in _SIZES if size / 2 <= most)
 
 
 def _counted_on(facts: TensorFacts, ordinary: Range, uses: Uses, most: float) -> Iterator[Far]:
     """Many turns, such as hours since a start, at ``most``."""
-    sizes = dict.fromkeys(min(times * uses.turns, most) for times in _TIMES)
+    sizes = dict.fromkeys(min(times * uses.turns, most) for times in _MORE_TURNS)
     least = max(-ordinary.low, ordinary.high)
     yield from (Far(size / 2, size, is_counted=True) for size in sizes if size / 2 > least)
     has_more = not ordinary.whole and numpy_dtype(facts.dtype).itemsize > 2

@@ -27,7 +27,7 @@ from hatch_epcontext.graph.values.amounts import (
     is_decimal,
     of_logarithm,
 )
-from hatch_epcontext.graph.values.conventions import LARGEST_OF_32_BITS
+from hatch_epcontext.graph.values.conventions import LARGEST_OF_32_BITS, USUAL_UNITS
 from hatch_epcontext.graph.values.differences import are_neighbours, is_own_mean, moved
 from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms, ends
 from hatch_epcontext.graph.values.periods import turn_of
@@ -47,9 +47,6 @@ _OF_SIGNALS = frozenset({"Conv", "DFT", "STFT"})
 
 MAX_CENTERS = 4096
 """The most numbers of a constant that is a center."""
-
-_TURNS = 100.0
-"""How many turns counts have that are no angles."""
 
 
 @dataclass
@@ -90,7 +87,7 @@ class Uses:
     @property
     def turns(self) -> float:
         """The largest value that is usual where they are counted on, as days since a start; else 0."""
-        return 0.0 if math.isinf(self.turn) else _TURNS * self.turn
+        return 0.0 if math.isinf(self.turn) else USUAL_UNITS * self.turn
 
     @property
     def least(self) -> float:

@@ -41,8 +41,11 @@ from hatch_epcontext.worker.synthetic import NEAR
 _HALVINGS = 4
 """How often the span of sizes in which wrong results begin is halved: to less than a tenth of a size."""
 
-_RARE = 1 / 8
-"""The share of usual samples up to which wrong ones are rare."""
+_MAX_RARE = 1 / 8
+"""The share of usual samples up to which wrong ones are rare. Measured with float16: none, or all, of the
+samples of models with layers; 6 % where a hyperbolic cosine is large for a few; 42 % where a logarithm is of
+powers that the format lacks.
+"""
 
 _MAX_TRIALS = 1e9
 """The most multiply-adds for that: less than a second."""
@@ -157,7 +160,7 @@ def with_rare(levels: Levels) -> Levels:
     """
     usual = [level for level in levels if level.run.usual]
     wrong = [level for level in usual if level.margin < 0]
-    if levels[0].margin < 0 or len(wrong) > _RARE * len(usual):
+    if levels[0].margin < 0 or len(wrong) > _MAX_RARE * len(usual):
         return levels
     return Levels(replace(level, rare=level.run.usual and level.margin < 0) for level in levels)
 
