@@ -17,10 +17,17 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.scope import Scope, UnknownError
 
-_AXES_AS_INPUTS = 13
-_AXES_OF_MEAN_AS_INPUTS = 18
+LISTS: Mapping[str, tuple[int, str]] = {
+    **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd"), (18, "axes")),
+    **dict.fromkeys(("ReduceL1", "ReduceL2", "ReduceSumSquare"), (18, "axes")),
+    **dict.fromkeys(("ReduceSum", "Squeeze", "Unsqueeze"), (13, "axes")),
+    "Pad": (11, "pads"),
+    "Split": (13, "split"),
+}
+"""Operators whose second input, a list of integers, was an attribute before an opset: that, and its name."""
+
 BOUNDS_AS_INPUTS = 11
-"""The opsets from which these are inputs instead of attributes."""
+"""The opset from which the bounds of a Clip are inputs instead of attributes."""
 
 MAX_VALUES = 2**24
 """The most values that a rewrite stores in one tensor: 64 MB of float32."""
@@ -218,12 +225,19 @@ class Builder:
         name = self.fresh(f"{self._stem_of_nodes}/Identity")
         self.append(helper.make_node("Identity", [value], [output], name))
 
+    def add_with(
+        self, op: str, value: str, numbers: Sequence[int], count: int = 1, **attributes: Any
+    ) -> list[str]:
+        """Add a node of an operator in `LISTS` with ``count`` outputs, and return their names."""
+        first, name = LISTS[op]
+        if self.opset < first:
+            attributes[name] = list(numbers)
+        operands = [value] if name in attributes else [value, self.integers(numbers)]
+        return self.add_all(op, operands, ["output"] * count, **attributes)
+
     def reduced(self, op: str, value: str, axes: Sequence[int], keepdims: int) -> str:
         """``op``, such as ReduceSum or ReduceMean, of ``value`` over ``axes``."""
-        inputs = _AXES_AS_INPUTS if op == "ReduceSum" else _AXES_OF_MEAN_AS_INPUTS
-        if self.opset < inputs:
-            return self.add(op, value, axes=list(axes), keepdims=keepdims)
-        return self.add(op, value, self.integers(axes), keepdims=keepdims)
+        return self.add_with(op, value, axes, keepdims=keepdims)[0]
 
     def clip(self, value: str, low: float, high: float) -> str:
         """``value`` within bounds."""
@@ -237,9 +251,7 @@ class Builder:
 
     def squeeze(self, value: str, axes: Sequence[int]) -> str:
         """``value`` without ``axes``, which have the size 1."""
-        if self.opset < _AXES_AS_INPUTS:
-            return self.add("Squeeze", value, axes=list(axes))
-        return self.add("Squeeze", value, self.integers(axes))
+        return self.add_with("Squeeze", value, axes)[0]
 
     def reshape(self, value: str, shape: Sequence[int]) -> str:
         """``value`` with a static shape."""
@@ -249,10 +261,7 @@ class Builder:
         """``value`` in parts of the given ``sizes`` along ``axis``; itself if there is one."""
         if len(sizes) == 1:
             return [value]
-        outputs = ["output"] * len(sizes)
-        if self.opset < _AXES_AS_INPUTS:
-            return self.add_all("Split", [value], outputs, axis=axis, split=sizes)
-        return self.add_all("Split", [value, self.integers(sizes)], outputs, axis=axis)
+        return self.add_with("Split", value, sizes, len(sizes), axis=axis)
 
     def item(self, value: str, axis: int, index: int) -> str:
         """``value`` at one ``index`` of ``axis``, without that axis."""
@@ -277,12 +286,11 @@ class Builder:
 
     def stack(self, values: Sequence[str], axis: int) -> str:
         """``values`` one after another along a new ``axis``."""
-        if self.opset < _AXES_AS_INPUTS:
-            return self.concat(
-                [self.add("Unsqueeze", value, axes=[axis]) for value in values], axis
-            )
-        axes = self.integers([axis])
-        return self.concat([self.add("Unsqueeze", value, axes) for value in values], axis)
+        first, name = LISTS["Unsqueeze"]
+        attributes = {name: [axis]} if self.opset < first else {}
+        axes = [] if attributes else [self.integers([axis])]
+        rows = [self.add("Unsqueeze", value, *axes, **attributes) for value in values]
+        return self.concat(rows, axis)
 
     def store_all(self, body: onnx.GraphProto, names: dict[str, str]) -> None:
         """Store the tensors of ``body``, a graph inside another one; ``names`` gets their new names."""

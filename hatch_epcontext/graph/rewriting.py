@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,29 +16,14 @@ from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.graph.scope import Scope, Types
 
 
-class Operators(Set[str]):
-    """Those of ``known()`` for which ``holds`` is true; none is listed to ask for one."""
+class Operators:
+    """All operators for which ``holds`` is true: to list those of onnx takes long."""
 
-    def __init__(self, known: Callable[[], Iterable[str]], holds: Callable[[str], bool]) -> None:
-        self._known, self._holds = known, holds
+    def __init__(self, holds: Callable[[str], bool]) -> None:
+        self._holds = holds
 
     def __contains__(self, operator: object) -> bool:
         return self._holds(str(operator))
-
-    def __iter__(self) -> Iterator[str]:
-        return filter(self._holds, self._known())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @classmethod
-    def _from_iterable(cls, it: Iterable[Any]) -> Set[Any]:
-        return frozenset(it)
-
-
-def onnx_operators() -> Iterable[str]:
-    """The names of ONNX's own operators."""
-    return {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
 
 
 Applies = Callable[[onnx.NodeProto, Scope], bool]
@@ -59,7 +44,7 @@ class Rewrite:
     """
 
     name: str
-    operators: Set[str]
+    operators: Container[str]
     rule: Rule
     nested: bool = True
     fault: RewriteName | None = None

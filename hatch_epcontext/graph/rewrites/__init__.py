@@ -94,5 +94,8 @@ the result; then more may be unrolled.
 
 def unrolls(model: onnx.ModelProto) -> bool:
     """Whether ``model`` has nodes that `UNROLLS` may replace."""
-    operators = frozenset[str]().union(*(rewrite.operators for rewrite in UNROLLS))
-    return any(graph.operator(node) in operators for node in graph.nodes(model.graph))
+    return any(
+        graph.operator(node) in rewrite.operators
+        for node in graph.nodes(model.graph)
+        for rewrite in UNROLLS
+    )

@@ -22,9 +22,9 @@ import onnx.inliner
 from onnx import AttributeProto, helper, numpy_helper
 
 from hatch_epcontext.graph import graph
-from hatch_epcontext.graph.builder import Builder, Outputs, copy_of
+from hatch_epcontext.graph.builder import LISTS, Builder, Outputs, copy_of
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Operators, Rewrite, onnx_operators
+from hatch_epcontext.graph.rewriting import Operators, Rewrite
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.versions import has_function
 
@@ -178,18 +178,9 @@ def _part_of_shape(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
     yield helper.make_node("Slice", [whole, *names], [name])
 
 
-_SECOND: Mapping[str, tuple[int, str]] = {
-    **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd"), (18, "axes")),
-    **dict.fromkeys(("ReduceL1", "ReduceL2", "ReduceSumSquare"), (18, "axes")),
-    **dict.fromkeys(("ReduceSum", "Squeeze", "Unsqueeze"), (13, "axes")),
-    "Split": (13, "split"),
-}
-"""Operators whose second input was an attribute before an opset."""
-
-
 def _lower(node: onnx.NodeProto, constants: Mapping[str, Any], opset: int) -> None:
     """Make ``node`` one of ``opset``."""
-    first, name = _SECOND.get(node.op_type, (0, ""))
+    first, name = LISTS.get(node.op_type, (0, ""))
     if opset < first and len(node.input) > 1 and node.input[1] in constants:
         values = [int(value) for value in np.ravel(constants[node.input[1]])]
         node.attribute.append(helper.make_attribute(name, values))
@@ -250,8 +241,8 @@ def _with_defaults(node: onnx.NodeProto, opset: int) -> onnx.NodeProto:
     return result
 
 
-apply_text = Rewrite("apply_text", Operators(texts, lambda name: name in texts()), _apply_text)
+apply_text = Rewrite("apply_text", Operators(lambda name: name in texts()), _apply_text)
 """Operators as their texts define them."""
 
-inline_function = Rewrite("inline_function", Operators(onnx_operators, _is_defined), _inline)
+inline_function = Rewrite("inline_function", Operators(_is_defined), _inline)
 """Functions of ONNX as the operators by which ONNX defines them."""

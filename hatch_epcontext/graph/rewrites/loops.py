@@ -12,7 +12,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs, TooManyNodesError, copy_of
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import INSIDE, Declined
-from hatch_epcontext.graph.rewriting import Operators, Rewrite, onnx_operators, rewrites
+from hatch_epcontext.graph.rewriting import Operators, Rewrite, rewrites
 from hatch_epcontext.graph.scope import Scope
 
 SCANS_WITHOUT_BATCH = 9
@@ -259,5 +259,5 @@ def _loop_once(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [next(results_of) if name else "" for name in node.output]
 
 
-leave_to_cpu = Rewrite("leave_to_cpu", Operators(onnx_operators, lambda name: True), _loop_once)
+leave_to_cpu = Rewrite("leave_to_cpu", Operators(lambda name: True), _loop_once)
 """Any operator, such that an NPU leaves it to the CPU."""

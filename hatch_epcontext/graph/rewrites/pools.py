@@ -22,8 +22,6 @@ from hatch_epcontext.graph.scope import Scope
 
 _MAX_SLICES = 256
 
-_PADS_AS_INPUTS = 11
-"""The opset from which a Pad has its padding as an input."""
 
 _PADDING = ("auto_pad", "ceil_mode", "count_include_pad", "pads")
 """The attributes of pools that say what is beyond the borders."""
@@ -112,10 +110,8 @@ def _pad_before(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     before = [window.before for window in windows]
     after = [max(0, window.last - window.before - window.size) for window in windows]
     pads = [0, 0, *before, 0, 0, *after]
-    if any(pads) and builder.opset < _PADS_AS_INPUTS:
-        value = builder.add("Pad", value, pads=pads)
-    elif any(pads):
-        value = builder.add("Pad", value, builder.integers(pads))
+    if any(pads):
+        (value,) = builder.add_with("Pad", value, pads)
     (value,) = builder.add_like(node, node.op_type, [value], "", **dict.fromkeys(_PADDING))
     if node.op_type == "LpPool":
         return [value]

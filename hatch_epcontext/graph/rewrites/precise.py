@@ -51,13 +51,13 @@ def applicable(
     """
     if graph.opset(model) < _BROADCASTING:
         return ()
-    scope, nodes = Scope(model.graph, types=types, nested=True), dict[str, list[onnx.NodeProto]]()
-    for node in graph.nodes(model.graph):
-        nodes.setdefault(graph.operator(node), []).append(node)
+    scope = Scope(model.graph, types=types, nested=True)
+    nodes = [(graph.operator(node), node) for node in scope.nodes]
+    present = {operator for operator, _ in nodes}
 
     def may_apply(rewrite: Rewrite) -> bool:
-        of_rewrite = (node for operator in rewrite.operators for node in nodes.get(operator, ()))
-        is_possible = rewrite.beside <= nodes.keys()
+        of_rewrite = (node for operator, node in nodes if operator in rewrite.operators)
+        is_possible = rewrite.beside <= present
         return is_possible and any(rewrite.applies(node, scope) for node in of_rewrite)
 
     return tuple(name for name, rewrite in PRECISE.items() if may_apply(rewrite))

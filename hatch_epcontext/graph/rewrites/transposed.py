@@ -9,7 +9,7 @@ import onnx
 
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import Builder, Outputs
-from hatch_epcontext.graph.rewriting import Operators, Rewrite, corrects, onnx_operators
+from hatch_epcontext.graph.rewriting import Operators, Rewrite, corrects
 from hatch_epcontext.graph.scope import Scope
 
 _TRANSPOSED = frozenset(
@@ -116,7 +116,7 @@ def _expand_int64_inputs(node: onnx.NodeProto, scope: Scope, builder: Builder) -
 
 expand_int64_inputs = Rewrite(
     "expand_int64_inputs",
-    Operators(onnx_operators, onnx.defs.has),
+    Operators(onnx.defs.has),
     _expand_int64_inputs,
     nested=False,
     fault="transposed-outputs",

@@ -10,7 +10,7 @@ from onnx import TensorProto
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Operators, Rewrite, onnx_operators
+from hatch_epcontext.graph.rewriting import Operators, Rewrite
 from hatch_epcontext.graph.scope import Scope
 
 _WIDER: Mapping[int, int] = {
@@ -74,5 +74,5 @@ def _cast(name: str, to: int, scope: Scope, builder: Builder) -> str:
     return builder.add("Cast", name, to=to)
 
 
-compute_in_32_bits = Rewrite("compute_in_32_bits", Operators(onnx_operators, _is_typed), _widen)
+compute_in_32_bits = Rewrite("compute_in_32_bits", Operators(_is_typed), _widen)
 """An operator of integers of 8, 16 or 64 bits without sign, or of float64, between Casts."""

@@ -174,13 +174,13 @@ class _Rewriting:
     def too_many(self, rewrite: Rewrite, error: TooManyNodesError) -> Iterator[Declined]:
         """The nodes that ``rewrite`` leaves as they are because of a limit."""
         model = onnx.load(self.request.before.path, load_external_data=False)
-        operators = rewrite.operators & (self.operators or rewrite.operators)
         reason = f"{error} (unroll-limit)"
         if number := self._count_after(rewrite):
             reason = f"the graph would get {number:,} nodes, more than unroll-limit"
         for node in graph.nodes(model.graph):
             operator = graph.operator(node)
-            if operator in operators and node.name not in self.kept:
+            is_asked = self.operators is None or operator in self.operators
+            if is_asked and operator in rewrite.operators and node.name not in self.kept:
                 yield Declined(reason, rewrite.name, operator, node.name, number)
 
     def _count_after(self, rewrite: Rewrite) -> int:
