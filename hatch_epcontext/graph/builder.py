@@ -246,8 +246,8 @@ class Builder:
         return self.add("Clip", value, self.number(low), self.number(high))
 
     def transpose(self, value: str, perm: Sequence[int]) -> str:
-        """``value`` with its dimensions in the order of ``perm``."""
-        return self.add("Transpose", value, perm=list(perm))
+        """``value`` with its dimensions in the order of ``perm``; itself if that is its own."""
+        return value if [*perm] == sorted(perm) else self.add("Transpose", value, perm=[*perm])
 
     def squeeze(self, value: str, axes: Sequence[int]) -> str:
         """``value`` without ``axes``, which have the size 1."""

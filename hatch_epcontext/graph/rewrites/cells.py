@@ -19,7 +19,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.dtypes import Array, Numbers
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewrites.loops import SCANS_WITHOUT_BATCH, trip_count
+from hatch_epcontext.graph.rewrites.loops import SCANS_WITHOUT_BATCH, scanned_along, trip_count
 from hatch_epcontext.graph.rewrites.recurrent import DEFAULT_ACTIVATIONS
 from hatch_epcontext.graph.rewrites.rows import (
     Body,
@@ -247,17 +247,13 @@ def _scan(node: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Bu
     names, results = ([v.name for v in values] for values in (body.input, body.output))
     states = [*map(_State, names[:-count], results, node.input[:-count])]
     collected = results[len(states) :]
-
-    def numbers(name: str, size: int) -> list[int]:
-        return [*graph.attribute(node, f"scan_{name}", [0] * size)]
-
-    kinds = (numbers(f"output_{kind}", len(collected)) for kind in ("axes", "directions"))
-    loop = _Loop(0, states, [*zip(collected, *kinds, strict=True)])
+    sides = scanned_along(node, "output", len(collected))
+    loop = _Loop(0, states, [*zip(collected, *sides, strict=True)])
     inner = Scope(body, scope)
     loop.fixed = frozenset(s.own for s in states if inner.origin(s.next, {"Identity"}) == s.own)
-    kinds = (numbers(f"input_{kind}", count) for kind in ("axes", "directions"))
+    sides = scanned_along(node, "input", count)
     for own, name, number, is_backward in zip(
-        names[-count:], node.input[-count:], *kinds, strict=True
+        names[-count:], node.input[-count:], *sides, strict=True
     ):
         shape = scope.shape(name)
         if not shape or number % len(shape) == len(shape) - 1:
@@ -358,11 +354,9 @@ def _collected(loop: _Loop, every: str, hidden: str, body: Body, builder: Builde
         result = builder.reshape(every, [loop.trips, *value.shape])
         if is_backward:
             result = builder.add("Gather", result, builder.integers(range(loop.trips)[::-1]))
-        if axis:
-            order = [*range(1, len(value.shape) + 1)]
-            order.insert(axis % (len(order) + 1), 0)
-            result = builder.transpose(result, order)
-        yield result
+        order = [*range(1, len(value.shape) + 1)]
+        order.insert(axis % (len(order) + 1), 0)
+        yield builder.transpose(result, order)
 
 
 def _activations(cell: _Cell) -> dict[str, Any]:
@@ -381,8 +375,7 @@ def _items(loop: _Loop, sequence: _Sequence, scope: Scope, builder: Builder, row
     shape = scope.shape(value) or ()
     if sequence.indices != tuple(range(shape[axis])):
         value = builder.add("Gather", value, builder.integers(sequence.indices), axis=axis)
-    if axis:
-        value = builder.transpose(value, [axis, *(i for i in range(len(shape)) if i != axis)])
+    value = builder.transpose(value, [axis, *(i for i in range(len(shape)) if i != axis)])
     return builder.reshape(value, [loop.trips, rows, sequence.size])
 
 

@@ -448,7 +448,7 @@ def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
 
     def moved(name: str, sizes: Sequence[int]) -> str:
         """``name`` with the axis first."""
-        return builder.reshape(builder.transpose(name, order) if axis else name, sizes)
+        return builder.reshape(builder.transpose(name, order), sizes)
 
     wide = [1, count, 1 if is_of_rows else size]
     index = moved(indices if is_of_rows else node.input[1], wide)
@@ -470,5 +470,4 @@ def scatter_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> O
     if stored is None or not (stored == (_LEAST[kind] if neutral is None else neutral)).all():
         result = builder.add(operator, builder.reshape(start, [height, size]), result)
     result = builder.reshape(result, [shape[other] for other in order])
-    back = [order.index(other) for other in range(len(shape))]
-    return [builder.transpose(result, back) if axis else result]
+    return [builder.transpose(result, np.argsort(order).tolist())]

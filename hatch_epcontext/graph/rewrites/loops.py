@@ -37,8 +37,6 @@ def unroll_loop(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     if not trips:
         has_scans = len(body.output) - 1 > len(states)
         return Declined("it has no iteration, and its results are empty") if has_scans else states
-    if builder.limit is not None and trips > builder.limit:
-        raise TooManyNodesError(builder.limit)
     true = builder.store(_filled(body, 1, True))
 
     def inputs(trip: int) -> tuple[list[str], list[str]]:
@@ -59,16 +57,9 @@ def unroll_scan(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
         return Declined(f"it is that of opset {builder.opset}, which has batches")
     states, scanned = [*node.input[:-number]], node.input[-number:]
     results = len(body.output) - len(states)
-    axes, backward = (
-        graph.attribute(node, f"scan_input_{name}", [0] * number) for name in ("axes", "directions")
-    )
-    result_axes, result_backward = (
-        graph.attribute(node, f"scan_output_{name}", [0] * results)
-        for name in ("axes", "directions")
-    )
+    axes, backward = scanned_along(node, "input", number)
+    result_axes, result_backward = scanned_along(node, "output", results)
     trips = scope.fixed_shape(scanned[0])[axes[0]]
-    if builder.limit is not None and trips > builder.limit:
-        raise TooManyNodesError(builder.limit)
 
     def items(trip: int) -> tuple[list[str], list[str]]:
         return [], [
@@ -84,6 +75,15 @@ def unroll_scan(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     return [*states, *stacked]
 
 
+def scanned_along(node: onnx.NodeProto, side: str, count: int) -> tuple[list[int], list[int]]:
+    """The axes of the ``count`` inputs or outputs of a Scan, as ``side`` says, and which are backwards."""
+    axes, directions = (
+        [*graph.attribute(node, f"scan_{side}_{name}", [0] * count)]
+        for name in ("axes", "directions")
+    )
+    return axes, directions
+
+
 def _copies(
     body: onnx.GraphProto,
     builder: Builder,
@@ -96,7 +96,10 @@ def _copies(
     """Add a copy of ``body`` for each iteration; returns the last states, and the values of other results.
 
     ``inputs``: those of an iteration, before and after the states. ``first``: the first output that counts.
+    Raises TooManyNodesError.
     """
+    if builder.limit is not None and trips > builder.limit:
+        raise TooManyNodesError(builder.limit)
     names = [value.name for value in body.input]
     outer: dict[str, str] = {}
     builder.store_all(body, outer)

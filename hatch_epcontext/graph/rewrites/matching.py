@@ -1,8 +1,10 @@
-"""Products, squares and stored numbers in a graph, which several rewrites look for."""
+"""What several rewrites look for in a graph: products, squares, stored numbers, and attributes of nodes."""
 
 from __future__ import annotations
 
 import math
+
+import onnx
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder
@@ -55,3 +57,12 @@ def scale_of(largest: str, least: float, factor: int, builder: Builder) -> str:
     part = builder.add("Mul", largest, builder.number(1 / factor))
     # QNN's Div is right for divisors from 1.53e-5 to 16384 only.
     return builder.add("Max", part, builder.number(max(2**-14, least / factor)))
+
+
+def spatial(node: onnx.NodeProto, count: int) -> tuple[list[int], list[int], list[int]]:
+    """The strides and dilations of a node along ``count`` axes, and its pads before and after all of them."""
+    defaults = {"strides": [1] * count, "dilations": [1] * count, "pads": [0] * 2 * count}
+    strides, dilations, pads = (
+        [*graph.attribute(node, name, default)] for name, default in defaults.items()
+    )
+    return strides, dilations, pads

@@ -14,6 +14,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import MAX_VALUES, Builder, Outputs
 from hatch_epcontext.graph.dtypes import Numbers
 from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewrites.matching import spatial
 from hatch_epcontext.graph.rewriting import rewrites
 from hatch_epcontext.graph.scope import Scope
 
@@ -199,13 +200,12 @@ def dft_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outpu
         size, parts, count, result[at], result[-1], inverse=inverse, onesided=onesided
     )
     order = [*(axis for axis in range(rank) if axis not in (at, rank - 1)), at, rank - 1]
-    value = builder.transpose(value, order) if order != [*range(rank)] else value
+    value = builder.transpose(value, order)
     rows = math.prod(shape[index] for index in order[:-2])
     stored = builder.store(np.ascontiguousarray(matrix.T).astype(builder.dtype))
     value = _times(stored, value, [rows, size * parts], 1, matrix.shape[1], builder)
     value = builder.reshape(value, [*(shape[axis] for axis in order[:-2]), result[at], result[-1]])
-    back = [order.index(axis) for axis in range(rank)]
-    return [builder.transpose(value, back) if back != [*range(rank)] else value]
+    return [builder.transpose(value, np.argsort(order).tolist())]
 
 
 def _fourier(
@@ -228,9 +228,7 @@ def col2im_as_matmul(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
     shape, result = scope.fixed_shape(value), scope.fixed_shape(node.output[0])
     image, block = (scope.stored_values(name).tolist() for name in node.input[1:3])
     count, columns, values = len(image), math.prod(block) * shape[2], math.prod(image)
-    strides = graph.attribute(node, "strides", [1] * count)
-    dilations = graph.attribute(node, "dilations", [1] * count)
-    pads = graph.attribute(node, "pads", [0] * 2 * count)
+    strides, dilations, pads = spatial(node, count)
     if columns * values > MAX_VALUES:
         return Declined(f"its matrix has {columns * values:,} values")
     # The number of the value in the image for each value of each block; -1 beyond its borders.
@@ -252,8 +250,7 @@ def conv_transpose_as_conv(node: onnx.NodeProto, scope: Scope, builder: Builder)
     value, weights, bias = graph.operands(node, 3)
     shape, kernel, result = map(scope.fixed_shape, (value, weights, node.output[0]))
     count, group = len(shape) - 2, graph.number(node, "group", 1)
-    strides = graph.attribute(node, "strides", [1] * count)
-    dilations = graph.attribute(node, "dilations", [1] * count)
+    strides, dilations, _ = spatial(node, count)
     before = _pads_before(node, shape, kernel, result)
     sizes = [*shape]
     for index in range(count):
@@ -282,18 +279,14 @@ def _pads_before(
 ) -> Sequence[int]:
     """How many of the first results of a ConvTranspose are cut off along each axis."""
     count = len(shape) - 2
-    strides = graph.attribute(node, "strides", [1] * count)
-    dilations = graph.attribute(node, "dilations", [1] * count)
+    strides, dilations, pads = spatial(node, count)
     extra = graph.attribute(node, "output_padding", [0] * count)
     auto = graph.text(node, "auto_pad")
     if auto not in ("SAME_UPPER", "SAME_LOWER") and not graph.attribute(node, "output_shape", []):
-        return [*graph.attribute(node, "pads", [0] * count)[:count]]
+        return pads[:count]
+    sizes = zip(shape[2:], strides, kernel[2:], dilations, extra, result[2:], strict=True)
     total = [
-        strides[i] * (shape[i + 2] - 1)
-        + extra[i]
-        + (kernel[i + 2] - 1) * dilations[i]
-        + 1
-        - result[i + 2]
-        for i in range(count)
+        stride * (size - 1) + (width - 1) * dilation + 1 + more - end
+        for size, stride, width, dilation, more, end in sizes
     ]
     return [size // 2 if auto == "SAME_UPPER" else size - size // 2 for size in total]

@@ -17,6 +17,7 @@ from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.rewrites.matching import spatial
 from hatch_epcontext.graph.rewriting import corrects, rewrites
 from hatch_epcontext.graph.scope import Scope
 
@@ -136,9 +137,7 @@ def _windows(
 ) -> tuple[_Window, ...]:
     count = len(shape) - 2
     kernel = graph.attribute(node, "kernel_shape", [])
-    strides = graph.attribute(node, "strides", [1] * count)
-    dilations = graph.attribute(node, "dilations", [1] * count)
-    pads = graph.attribute(node, "pads", [0] * 2 * count)
+    strides, dilations, pads = spatial(node, count)
     auto, windows = graph.text(node, "auto_pad"), list[_Window]()
     facts = (shape[2:], result[2:], kernel, strides, dilations, pads[:count], pads[count:])
     for axis, numbers in enumerate(zip(*facts, strict=True), start=2):

@@ -47,8 +47,6 @@ class _Sums:
 
     def ordered(self, operand: _Operand, labels: str) -> _Operand:
         """``operand`` with its dimensions in the order of ``labels``."""
-        if labels == operand.labels:
-            return operand
         perm = [operand.labels.index(label) for label in labels]
         return _Operand(self.builder.transpose(operand.value, perm), labels)
 
