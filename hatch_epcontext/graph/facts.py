@@ -239,7 +239,9 @@ class NodeFacts:
 
 
 INSIDE = "/inside"
-"""What follows the name of a node that is left to the CPU, in that of its copy in a Loop."""
+"""What follows the name of a node that is left to the CPU, in those of nodes in and behind the Loop with its
+copy, which has its name.
+"""
 
 _MAX_NAME = 40
 """The longest name of a node in a sentence."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.settings import CompileSettings, Model, Target
 from hatch_epcontext.errors import Advice, BuildError, Key, Kind, Problem, Setting
-from hatch_epcontext.graph.facts import INSIDE, Declined, NodeFacts, describe_nodes, freeze
+from hatch_epcontext.graph.facts import Declined, NodeFacts, describe_nodes, freeze
 from hatch_epcontext.graph.operators import DYNAMIC_QUANTIZATION, REPEATING, is_of_integers
 from hatch_epcontext.jobs.notes import notes
 from hatch_epcontext.jobs.plan import Job
 from hatch_epcontext.jobs.search import Attempt, Search
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.results import NOTHING, Context, Coverage
+from hatch_epcontext.worker.results import NOTHING, Coverage
 
 _CPU = "cpu"
 """The provider for the CPU, and the usual name of its target."""
@@ -103,7 +103,7 @@ def _low_coverages(
         for attempt in attempts
         for reason in attempt.declined
     }
-    job, contexts = cause.recipe.job_of(job), _contexts_of(cause, search)
+    job, contexts = cause.recipe.job_of(job), search.contexts_of(cause)
     # One value at the key, that all models keep.
     key = job.target.key_of("min-coverage")
     limit = Setting(key, math.floor(100 * cause.share) / 100)
@@ -112,28 +112,6 @@ def _low_coverages(
         for model, context in zip(job.models, contexts, strict=True)
         if (p := low_coverage(context.coverage, job.target, model, [*declined.values()]))
     )
-
-
-def _contexts_of(attempt: Attempt, search: Search) -> Iterator[Context]:
-    """The models of its artifact, with the reasons for nodes that its recipe leaves to the CPU."""
-    culprits = {
-        culprit.name: culprit
-        for other in search.attempts
-        for validated in other.validated.values()
-        if (culprit := validated.validation.culprit) is not None
-    }
-    contexts = attempt.record.contexts if attempt.record else ()
-    for context in contexts:
-        if (coverage := context.coverage) is None or not attempt.recipe.left:
-            yield context
-            continue
-        uncovered = tuple(
-            culprits.get(node.name, node)
-            for node in coverage.uncovered
-            # Nodes in a Loop around one that is left.
-            if node.name.partition(INSIDE)[0] not in culprits or INSIDE not in node.name
-        )
-        yield replace(context, coverage=replace(coverage, uncovered=uncovered))
 
 
 def _is_broken(job: Job, cause: Attempt, attempts: Iterable[Attempt]) -> bool:

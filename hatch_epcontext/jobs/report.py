@@ -100,7 +100,9 @@ def _report(
 ) -> JobReport:
     record, winner, validated = built.record, built.attempt, built.validated
     target, provider = built.job.target.name, built.job.target.provider
-    models = zip(built.job.models, record.preparations, record.contexts, strict=True)
+    models = zip(
+        built.job.models, record.preparations, built.search.contexts_of(winner), strict=True
+    )
     lines = (*winner.dropped, *notes(built.search, winner))
     return JobReport(
         target=target,

@@ -9,20 +9,21 @@ notes and errors are views of it. What follows from it is in `stages`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from typing import Literal
 
 from hatch_epcontext.config.settings import CompileSettings
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph.facts import Cost, Declined, NodeFacts
+from hatch_epcontext.graph.facts import INSIDE, Cost, Declined, NodeFacts
 from hatch_epcontext.jobs.recipe import Nodes, Recipe, Record, Stop, Times
 from hatch_epcontext.providers import PROVIDERS
 from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,
     GAIN,
+    Context,
     Coverage,
     Nearness,
     Validated,
@@ -296,6 +297,27 @@ class Search:
             if validated.validation.differs:
                 break
         return by_name
+
+    def contexts_of(self, attempt: Attempt) -> Iterator[Context]:
+        """The models of the artifact of ``attempt``; nodes that its recipe leaves to the CPU are the source's
+        own, with the reasons, and not the Loops around them.
+        """
+        culprits = {
+            culprit.name: culprit
+            for other in self.attempts
+            for validated in other.validated.values()
+            if (culprit := validated.validation.culprit) is not None
+        }
+        for context in attempt.record.contexts if attempt.record else ():
+            if (coverage := context.coverage) is None or not attempt.recipe.left:
+                yield context
+                continue
+            uncovered = tuple(
+                culprits.get(node.name, node)
+                for node in coverage.uncovered
+                if node.name.partition(INSIDE)[0] not in culprits or INSIDE not in node.name
+            )
+            yield replace(context, coverage=replace(coverage, uncovered=uncovered))
 
     def verdict(self, attempt: Attempt) -> Verdict | None:
         """What validation says of ``attempt``; None before that."""

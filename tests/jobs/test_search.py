@@ -786,6 +786,24 @@ def test_a_group_gets_a_coverage_that_all_its_models_keep(project: Path) -> None
     assert [problem.settings[0].value for problem in problems] == [0.5, 0.5]
 
 
+def test_what_is_around_a_node_that_is_left_is_not_named() -> None:
+    culprit = NodeFacts("top", "TopK", "has an error of 49 %")
+    ep = Ep({"plain": (), "left top": PARTIAL}, {"plain": replace(wrong(), culprit=culprit)})
+    search = ep.finish(search_for(min_coverage=0.0))
+    winner = search.winner
+    assert winner is not None
+    assert winner.record is not None
+    (context,) = winner.record.contexts
+    assert context.coverage is not None
+    left = [("top", "Loop"), ("top/inside", "TopK"), ("top/inside/Reshape", "Reshape"), ("a", "If")]
+    uncovered = tuple(NodeFacts(*node) for node in left)
+    context = replace(context, coverage=replace(context.coverage, uncovered=uncovered))
+    winner = replace(winner, record=replace(winner.record, contexts=(context,)))
+    (shown,) = search.contexts_of(winner)
+    assert shown.coverage is not None
+    assert shown.coverage.uncovered == (culprit, NodeFacts("a", "If"))
+
+
 def test_nodes_of_a_form_farther_from_the_cpu_are_left_if_the_ep_refuses_the_nearest() -> None:
     """So with ONNX's If, of which one form has a node that the number format has not."""
     culprits = {"plain": "product", "ranges": "quotient"}

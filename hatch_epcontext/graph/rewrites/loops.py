@@ -258,6 +258,7 @@ def _loop_once(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         values.append(
             builder.reshape(output, shape or ()) if is_fixed else builder.squeeze(output, [0])
         )
+        builder.nodes[-1].name = builder.fresh(f"{inner.name}/{builder.nodes[-1].op_type}")
     results_of = iter(values)
     return [next(results_of) if name else "" for name in node.output]
 

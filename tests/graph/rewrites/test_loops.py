@@ -243,3 +243,7 @@ def test_what_is_left_to_the_cpu_is_a_loop_of_one_iteration() -> None:
     assert operators(after) == ["Neg", "Loop", "Reshape", "Reshape", "Identity", "TopK"]
     loop = after.graph.node[1]
     assert (loop.name, loop.op_type) == ("top", "Loop")
+    # All others have names by which reports leave them out.
+    others = [node.name for node in graph.nodes(after.graph) if node.op_type not in ("Neg", "Loop")]
+    assert all(name.startswith("top/inside") for name in others)
+    assert len({*others}) == len(others)
