@@ -4,67 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
+from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.config.tables import TargetTable
 from hatch_epcontext.errors import Key, Kind, Problem, Setting
 from hatch_epcontext.files import is_portable
 from hatch_epcontext.providers import OptionValue, Provider, render
 from hatch_epcontext.shipped import USER_CACHE
 from hatch_epcontext.text import listing, near_name, show, suggestion
-
-_SESSION_OPTIONS = frozenset(
-    """
-    ep.context_node_name_prefix ep.dynamic.workload_type ep.enable_weightless
-    memory.enable_memory_arena_shrinkage mlas.disable_kleidiai
-    mlas.enable_gemm_fastmath_arm64_bfloat16 mlas.use_lut_gemm
-    optimization.constant_folding_max_output_size_in_bytes
-    optimization.disable_specified_optimizers optimization.enable_cast_chain_elimination
-    optimization.enable_gelu_approximation session.allow_released_opsets_only
-    session.disable_aot_function_inlining session.disable_cpu_ep_fallback
-    session.disable_double_qdq_remover session.disable_prepacking
-    session.disable_qdq_constant_folding session.disable_quant_qdq session.dynamic_block_base
-    session.enable_cpu_mem_arena session.enable_dq_matmulnbits_fusion
-    session.enable_mem_pattern session.enable_quant_qdq_cleanup
-    session.execution_mode session.fail_on_suboptimal_compiled_model
-    session.force_spinning_stop session.graph_optimizations_loop_level
-    session.inter_op.allow_spinning session.inter_op_num_threads
-    session.intra_op.allow_spinning session.intra_op_num_threads
-    session.intra_op_thread_affinities session.layer_assignment_settings session.log_id
-    session.log_severity_level session.log_verbosity_level
-    session.prepack.enable_parallel session.qdq_matmulnbits_accuracy_level
-    session.qdq_matmulnbits_block_size session.resource_cuda_partitioning_settings
-    session.set_denormal_as_zero session.strict_shape_type_inference
-    session.use_deterministic_compute session.use_device_allocator_for_initializers
-    session.use_env_allocators session.use_per_session_threads
-    """.split()  # noqa: SIM905
-)
-"""Session options that a user may set (``onnxruntime_session_options_config_keys.h``, ONNX Runtime 1.31)."""
-
-_WRITES_A_FILE = (
-    "it writes a file, and ONNX Runtime opens no package with it; the app can set it in "
-    "load(..., session_options=...)"
-)
-
-_RESERVED_SESSION_OPTIONS = {
-    "ep.context_enable": "compiling always sets it",
-    "ep.context_embed_mode": "use embed = true or false",
-    "ep.context_file_path": "the paths of files in the wheel are fixed",
-    "ep.share_ep_contexts": "use share-weights",
-    "ep.stop_share_ep_contexts": "use share-weights",
-    "ep.context_model_external_initializers_file_name": "the paths of files in the wheel are fixed",
-    "session.compile_only": "ONNX Runtime sets it itself",
-    "session.disable_model_compile": "the loader sets it for compiled models",
-    "session.graph_optimization_level": 'use optimization = "..."',
-    "session.optimized_model_filepath": "the paths of files in the wheel are fixed",
-    "session.collect_node_memory_stats_to_file": _WRITES_A_FILE,
-    "session.debug_layout_transformation": _WRITES_A_FILE,
-    "session.enable_profiling": _WRITES_A_FILE,
-    "session.node_partition_config_file": "it names a file, and packages are opened without it; the app can "
-    "set it in load(..., session_options=...)",
-    "session.record_ep_graph_assignment_info": "validation sets it",
-}
-"""Session options that the build or the loader sets, each with the reason or the key to use."""
-
 
 _ABSOLUTE = re.compile(r':\s*"((?:[/\\]|[A-Za-z]:[/\\]|{user-cache})[^"]*)"')
 """A value in JSON that is an absolute path, or one that the loader replaces where nothing else is."""
@@ -154,19 +102,23 @@ _NEWER = "If the EP is newer than this package:"
 def _check_session_options(
     target: Key, options: Mapping[str, OptionValue], *, unchecked: bool
 ) -> Iterator[Problem]:
-    key = target / "session-options"
+    if not options:
+        return
+    # Read here, because few targets set any.
+    known = parse(Path(__file__).with_name("session_options.toml").read_text(encoding="utf-8"))
+    key, reserved = target / "session-options", known["reserved"]
     for name, value in options.items():
-        if name in _RESERVED_SESSION_OPTIONS:
-            message = f"cannot be set: {_RESERVED_SESSION_OPTIONS[name]}."
+        if name in reserved:
+            message = f"cannot be set: {reserved[name]}."
             yield Problem.at(key / name, Kind.RESERVED_OPTION, message)
         elif isinstance(value, Mapping | Sequence) and not isinstance(value, str):
             message = (
                 f"must not be a {'table' if isinstance(value, Mapping) else 'list'}: {show(value)}."
             )
             yield Problem.at(key / name, Kind.WRONG_TYPE, message)
-        elif name not in _SESSION_OPTIONS and not unchecked:
+        elif name not in known["settable"] and not unchecked:
             silent = "ONNX Runtime would accept it and silently ignore it."
-            near = near_name(name, sorted(_SESSION_OPTIONS))
+            near = near_name(name, known["settable"])
             yield Problem.at(
                 key / name,
                 Kind.UNKNOWN_OPTION,
