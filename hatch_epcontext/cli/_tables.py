@@ -21,7 +21,7 @@ from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.system import Terminated
 from hatch_epcontext.text import MAX_NAMED, listing, show_size
 from hatch_epcontext.tools.adding import NewModel, Pyproject, add_models, left_to_do, one_line
-from hatch_epcontext.tools.environment import provider_states
+from hatch_epcontext.tools.environment import examine
 from hatch_epcontext.tools.project import Project
 
 _WRITABLE = [name for name, provider in PROVIDERS.items() if not provider.needs_library]
@@ -168,7 +168,7 @@ def _try(
 
 def _usable() -> list[str]:
     """The providers that are installed and offer a device here, or else that of the CPU."""
-    states = [state for state in provider_states() if state.package]
+    states = [state for state in examine()[1] if state.package]
     # A start goes through the targets in their order.
     states.sort(key=lambda s: (s.provider == "cpu", PROVIDERS[s.provider].product != "context"))
     for state in states:

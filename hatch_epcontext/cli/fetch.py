@@ -55,7 +55,7 @@ def command(project: Path, pins: bool) -> None:
     else:
         if pins:
             echo("all models from elsewhere are pinned")
-    download_models(config.models, config, log)
+    download_models(config, log)
     paths = {model.path for model in config.models if model.download}
     echo(f"{count(len(paths), 'model')} from elsewhere in {store.root}")
 

@@ -21,13 +21,14 @@ from hatch_epcontext.cli._common import (
 )
 from hatch_epcontext.cli._settings import provider_option, setting_flags, use_flag_names
 from hatch_epcontext.errors import BuildError, Kind, Problem
-from hatch_epcontext.jobs.boards import describe_run
+from hatch_epcontext.jobs.artifact import GENERATED_BY
+from hatch_epcontext.jobs.boards import REPORT_FORMAT, BoardReport, describe_run
 from hatch_epcontext.jobs.report import describe_validation, validation_warnings
-from hatch_epcontext.jobs.report_file import check_report, write_board_report
+from hatch_epcontext.jobs.report_file import check_report, write_report
 from hatch_epcontext.providers import describe_chip
 from hatch_epcontext.serialize import to_json
 from hatch_epcontext.text import count
-from hatch_epcontext.tools.boards import make_report, project_models, unpacked
+from hatch_epcontext.tools.boards import project_models, unpacked
 from hatch_epcontext.tools.inspecting import WHEEL
 from hatch_epcontext.tools.validating import (
     Reporting,
@@ -152,11 +153,13 @@ def _show_package(
         click.echo(to_json({"path": name, "variants": finished}), nl=False)
     problems = [problem for variant in finished for problem in variant.problems]
     if report is not None:
-        entries = [variant.entry for variant in finished if variant.entry is not None]
+        entries = tuple(variant.entry for variant in finished if variant.entry is not None)
         if not any(entry.run for entry in entries):
             message = "no target was run on this machine, and so there is no report."
             raise BuildError(Problem(Kind.NOT_RUN, name, message), *problems)
-        write_board_report(make_report(Path(name).name, entries), report)
+        package = Path(name).name
+        of_board = BoardReport(REPORT_FORMAT, GENERATED_BY, package, entries)
+        write_report(of_board, package, report)
         echo(f"wrote {report}", err=as_json)
         # A context for another chip does not open here.
         problems = [p for variant in finished if variant.run for p in variant.problems]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 
+import hatch_epcontext
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Problem
 from hatch_epcontext.files import FileRecord
@@ -18,8 +19,9 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.worker.results import Answer, ModelFacts, Validated, Validation
 
 GENERATOR = "hatch-epcontext"
-"""The name that manifests and reports give as their generator, followed by the version."""
 
+GENERATED_BY = f"{GENERATOR} {hatch_epcontext.__version__}"
+"""What manifests and reports give as their generator."""
 
 PACKAGE = "package"
 """The folder below staging that becomes the model package: cached artifacts go straight to it."""

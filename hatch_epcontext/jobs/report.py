@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-import hatch_epcontext
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.jobs.artifact import GENERATOR, Built, FailureReport, Result, Source
+from hatch_epcontext.jobs.artifact import GENERATED_BY, Built, FailureReport, Result, Source
 from hatch_epcontext.jobs.boards import BoardRun
 from hatch_epcontext.jobs.notes import notes
 from hatch_epcontext.jobs.recipe import Times
@@ -87,7 +86,7 @@ def make_report(result: Result) -> Report:
     """The report of a build: the manifest's facts, and times and failures, which a manifest must not have."""
     by_name = {source.model.name: source for source in result.sources}
     return Report(
-        f"{GENERATOR} {hatch_epcontext.__version__}",
+        GENERATED_BY,
         tuple(_report(built, by_name, result.boards) for built in result.built),
         result.failures,
     )

@@ -52,22 +52,16 @@ def check_report(path: Path) -> None:
         raise OutputError(Problem(Kind.FILE_EXISTS, str(path), message, hint))
 
 
-def write_report(report: Report, title: str, path: Path) -> None:
-    """Write ``report`` to ``path``, as JSON or as a page by its suffix; its folder is made if needed.
+def write_report(report: Report | BoardReport, title: str, path: Path) -> None:
+    """Write ``report`` to ``path``, as JSON or, of a build, as a page by its suffix; its folder is made if
+    needed.
 
     Raises OutputError as `check_report` does: a file may have appeared since.
     """
-    _write(to_json(report) if path.suffix == ".json" else render_page(report, title), path)
-
-
-def write_board_report(report: BoardReport, path: Path) -> None:
-    """Write the ``report`` of a board as JSON, as `write_report` does."""
-    _write(to_json(report), path)
-
-
-def _write(text: str, path: Path) -> None:
-    if path.suffix == ".json":
-        text = text.replace("{\n", f'{{\n  "checksum": "{_UNKNOWN}",\n', 1)
+    if isinstance(report, Report) and path.suffix != ".json":
+        text = render_page(report, title)
+    else:
+        text = to_json(report).replace("{\n", f'{{\n  "checksum": "{_UNKNOWN}",\n', 1)
     check_report(path)
     with writing("the report", path.parent, str(path), OutputError):
         # Keeps a link.

@@ -82,9 +82,7 @@ def download_sources(config: Config, workers: Workers) -> None:
         # Imported here: few models come from elsewhere.
         from hatch_epcontext.remote.downloads import download_models
 
-        download_models(
-            config.models, config, workers.progress or (lambda line: None), workers.pulse
-        )
+        download_models(config, workers.report, workers.pulse)
 
 
 def begin(plan: Plan, staging: Path, cache: Cache, workers: Workers) -> Build:

@@ -19,13 +19,12 @@ from dataclasses import field
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-import hatch_epcontext
 from hatch_epcontext.config.settings import SYNTHETIC, CompileSettings, Target
 from hatch_epcontext.config.tables import ValidateTable
 from hatch_epcontext.files import FileRecord
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph.facts import Size, TensorFacts
-from hatch_epcontext.jobs.artifact import GENERATOR, Built, Result, Source
+from hatch_epcontext.jobs.artifact import GENERATED_BY, Built, Result, Source
 from hatch_epcontext.jobs.boards import BoardRun
 from hatch_epcontext.providers import Plugin, Product
 from hatch_epcontext.serialize import to_plain
@@ -242,7 +241,6 @@ def make(
     ``source_files``: for each model whose source is a variant, the path of the source from the package.
     ``companions``: as in `PackageMetadata`; None for a package that needs none.
     """
-    generator = f"{GENERATOR} {hatch_epcontext.__version__}"
     sources = {source.model.name: source for source in result.sources}
     components, folders = {}, artifact_folders(result)
     for name, source in sources.items():
@@ -262,7 +260,7 @@ def make(
         schema_version="1.0",
         layout=layout,
         components=components,
-        additional_metadata={METADATA: PackageMetadata(generator, files, companions or {})},
+        additional_metadata={METADATA: PackageMetadata(GENERATED_BY, files, companions or {})},
     )
 
 

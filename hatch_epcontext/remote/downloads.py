@@ -7,14 +7,14 @@ plain files with one name each: ONNX and ONNX Runtime reject links for external 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hatch_epcontext.cache.store import DamagedError, Files, Store, untrusted
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.config.location import Download, beside, hub_file
 from hatch_epcontext.config.paths import default_root
-from hatch_epcontext.config.settings import Config, Model
+from hatch_epcontext.config.settings import Config
 from hatch_epcontext.errors import BuildError, DownloadError, Kind, Problem
 from hatch_epcontext.files import MAX_BYTES, FileRecord, file_sha256, temp_dir
 from hatch_epcontext.system import Heartbeat, writing
@@ -23,17 +23,15 @@ from hatch_epcontext.text import show_size
 Log = Callable[[str], None]
 
 
-def download_models(
-    models: Iterable[Model], config: Config, log: Log, pulse: Heartbeat | None = None
-) -> None:
-    """Put those ``models`` that come from elsewhere into the user's cache, unless they are there.
+def download_models(config: Config, log: Log, pulse: Heartbeat | None = None) -> None:
+    """Put those models that come from elsewhere into the user's cache, unless they are there.
 
     ``log`` gets a line for each file, and for a long download from time to time, as ``pulse`` says. Raises
     BuildError with the problems of all models.
     """
     problems: list[Problem] = []
     root = config.environment.cache_dir or default_root()
-    remote = [model for model in models if model.download]
+    remote = [model for model in config.models if model.download]
     # Without a folder for it a location is a problem of the configuration.
     if root is None or not remote:
         return

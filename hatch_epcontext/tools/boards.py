@@ -10,12 +10,11 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from statistics import median
 
-import hatch_epcontext
 from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import FILE as PYPROJECT
@@ -23,14 +22,8 @@ from hatch_epcontext.config.pyproject import tool_table
 from hatch_epcontext.config.settings import Target
 from hatch_epcontext.errors import InspectionError, Kind, Problem, UnavailableError
 from hatch_epcontext.files import is_inside, is_regular, temp_dir
-from hatch_epcontext.jobs.artifact import GENERATOR, Source
-from hatch_epcontext.jobs.boards import (
-    REPORT_FORMAT,
-    BoardEntry,
-    BoardReport,
-    BoardRun,
-    verdict_of,
-)
+from hatch_epcontext.jobs.artifact import Source
+from hatch_epcontext.jobs.boards import BoardRun, verdict_of
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.sources import cut_and_read
 from hatch_epcontext.package.manifest import FILE
@@ -187,12 +180,6 @@ def _windows_driver(kind: str, name: str) -> str:
                 described = str(winreg.QueryValueEx(key, "DriverDesc")[0])
                 known[described] = str(winreg.QueryValueEx(key, "DriverVersion")[0])
     return known.get(name, next(iter(known.values())) if len(known) == 1 else "")
-
-
-def make_report(package: str, entries: Iterable[BoardEntry]) -> BoardReport:
-    """The report of ``entries`` of the wheel or folder ``package``."""
-    generator = f"{GENERATOR} {hatch_epcontext.__version__}"
-    return BoardReport(REPORT_FORMAT, generator, package, tuple(entries))
 
 
 @contextlib.contextmanager

@@ -16,10 +16,9 @@ from textwrap import shorten
 from packaging.requirements import Requirement
 from packaging.tags import platform_tags
 
-import hatch_epcontext
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
 from hatch_epcontext.files import known_text, read_regular, temp_dir
-from hatch_epcontext.jobs.artifact import GENERATOR
+from hatch_epcontext.jobs.artifact import GENERATED_BY
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, installed
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS, Provider
@@ -85,7 +84,7 @@ def describe_machine(
     names = [state.package.partition(" ")[0] for state in states if state.package]
     tools = (Requirement(tool).name for tool in TOOLS)
     return Machine(
-        f"{GENERATOR} {hatch_epcontext.__version__}",
+        GENERATED_BY,
         sys.platform,
         platform.machine(),
         platform.platform(),
@@ -131,11 +130,6 @@ def read_machine(path: Path) -> Machine:
         hint = "Write it there anew: epcontext doctor --json > machine.json"
         problem = Problem(Kind.UNREADABLE_FILE, f"--devices {path}", message, hint)
         raise ConfigError(problem) from error
-
-
-def provider_states() -> list[ProviderState]:
-    """All providers, as they are in this environment."""
-    return examine()[1]
 
 
 def examine(

@@ -17,7 +17,7 @@ from tests.conftest import needs, needs_qnn
 
 @pytest.fixture(scope="module")
 def states() -> dict[str, environment.ProviderState]:
-    return {state.provider: state for state in environment.provider_states()}
+    return {state.provider: state for state in environment.examine()[1]}
 
 
 def test_every_provider_has_devices_or_a_reason_for_none(
