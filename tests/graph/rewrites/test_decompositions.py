@@ -7,28 +7,32 @@ import onnx
 import pytest
 
 from hatch_epcontext.graph.rewrites.decompositions import (
-    batch_matmul_nbits,
-    cast_as_dequantize,
     clip_as_max_min,
     decompose_fused_conv,
     decompose_normalization,
     decompose_picture,
-    decompose_quantization,
     decompose_reduction,
     erf_as_tanh,
-    gather_blocks,
-    gather_nd_as_gather,
-    move_between_floats,
     reduce_nothing,
-    scatter_as_elements,
-    scatter_as_matmul,
-    slice_as_gather,
 )
 from hatch_epcontext.graph.rewrites.functions import apply_text, inline_function
 from hatch_epcontext.graph.rewrites.indexing import (
     compress_as_gather,
     reverse_sequence_as_gather,
     top_of_last_axis,
+)
+from hatch_epcontext.graph.rewrites.quantized import (
+    batch_matmul_nbits,
+    cast_as_dequantize,
+    decompose_quantization,
+    gather_blocks,
+    move_between_floats,
+)
+from hatch_epcontext.graph.rewrites.scattering import (
+    gather_nd_as_gather,
+    scatter_as_elements,
+    scatter_as_matmul,
+    slice_as_gather,
 )
 from hatch_epcontext.graph.rewriting import Rewrite
 from tests.conftest import newer_runtime
