@@ -17,7 +17,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
-from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph import graph, inference, operators
 from hatch_epcontext.graph.facts import TensorFacts
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class Scope:
 
         ``types``: those that onnx may not infer, such as after operators of other domains.
         """
-        scope = Scope(graph.inferred(model, types), types=types)
+        scope = Scope(inference.inferred(model, types), types=types)
         scope.stored.update({tensor.name: tensor for tensor in model.graph.initializer})
         return scope
 

@@ -11,7 +11,7 @@ import onnx.inliner
 from onnx import TensorProto
 from onnx.defs import OpSchema
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, inference
 from hatch_epcontext.graph.scope import Scope
 
 _OLDEST = 7
@@ -51,7 +51,7 @@ def lower_versions(model: onnx.ModelProto) -> None:
     opsets = {_domain(opset.domain): opset.version for opset in model.opset_import}
     if model.functions or opsets.get("", 0) > onnx.defs.onnx_opset_version():
         return
-    scope = Scope(graph.inferred(model), nested=True)
+    scope = Scope(inference.inferred(model), nested=True)
     lowest: dict[str, int] = {"": min(_OLDEST, opsets[""])} if "" in opsets else {}
     for node in graph.nodes(model.graph):
         domain = _domain(node.domain)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, inference
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_extended, is_float
 from hatch_epcontext.worker.results import Agreement, AgreementStatus
 from hatch_epcontext.worker.session import open_unoptimized
@@ -94,7 +94,7 @@ def value_types(model: onnx.ModelProto, path: Path) -> dict[str, onnx.TypeProto]
 
     onnx infers none after operators of other domains; there ONNX Runtime does.
     """
-    main = graph.inferred(model)
+    main = inference.inferred(model)
     types = {value.name: value.type for value in (*main.value_info, *main.output)}
     if all(node.domain in graph.STANDARD for node in main.node):
         return types

@@ -10,7 +10,7 @@ import onnx
 
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import Kind, ModelError, Problem, RefusedError, Setting
-from hatch_epcontext.graph import graph, operators
+from hatch_epcontext.graph import graph, inference, operators
 from hatch_epcontext.graph.external import external_data, stays_inside
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, NodeFacts
 from hatch_epcontext.graph.reading import load
@@ -111,7 +111,7 @@ def _read_context(
 
 def _open_values(prepared: onnx.ModelProto) -> frozenset[str]:
     """Return the values whose shapes are known only at run time, although the inputs' are fixed."""
-    inferred = graph.inferred(prepared)
+    inferred = inference.inferred(prepared)
     values = (*inferred.input, *inferred.value_info, *inferred.output)
     return frozenset(value.name for value in values if not graph.facts(value).is_fixed)
 

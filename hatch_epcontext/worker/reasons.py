@@ -14,7 +14,7 @@ from typing import IO
 import onnx
 
 from hatch_epcontext.config.settings import Target
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, inference
 from hatch_epcontext.graph.facts import NodeFacts, describe_deciders, describe_nodes
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.uncompilable import deciders
@@ -62,7 +62,7 @@ def describe_refused(prepared: Path, target: Target) -> tuple[str, tuple[str, ..
     if not logged:
         return "", ()
     onnx_model = onnx.load(prepared, load_external_data=False)
-    main, typed = onnx_model.graph, graph.inferred(onnx_model)
+    main, typed = onnx_model.graph, inference.inferred(onnx_model)
     names = logged.keys() | _beyond_limits(typed, provider).keys()
     # Other nodes are in no file: ONNX Runtime has inserted them since.
     refused = [NodeFacts(n.name, graph.operator(n)) for n in main.node if n.name in names]

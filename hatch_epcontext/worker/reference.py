@@ -19,7 +19,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.config.settings import SYNTHETIC, Model
 from hatch_epcontext.frozen import dataclass
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, inference
 from hatch_epcontext.graph.batch.follow import batch_of_outputs
 from hatch_epcontext.graph.branches import Branching, branchings
 from hatch_epcontext.graph.cost import cost
@@ -101,7 +101,7 @@ def reference(
     announce("opening the source model on the CPU")
     with running_source(model, fixed):
         chosen, scope = find_selections(fixed), Scope(fixed.graph)
-        typed, opset = graph.inferred(fixed), graph.opset(fixed)
+        typed, opset = inference.inferred(fixed), graph.opset(fixed)
         if folded is None:
             folded = typed_graph(fixed, model)
         # Sizes that the model computes itself are known only once they are folded.

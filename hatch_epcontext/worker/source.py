@@ -21,7 +21,7 @@ from hatch_epcontext.errors import (
     collect,
 )
 from hatch_epcontext.files import is_lfs_pointer
-from hatch_epcontext.graph import external, graph, reading
+from hatch_epcontext.graph import external, graph, inference, reading
 from hatch_epcontext.graph.bodies import fix_states
 from hatch_epcontext.graph.dtypes import dtype_bounds
 from hatch_epcontext.graph.facts import Range, TensorFacts, freeze
@@ -79,7 +79,7 @@ def typed_graph(onnx_model: onnx.ModelProto, model: Model) -> onnx.GraphProto:
         open_model, onnx_model = onnx_model, onnx.ModelProto()
         onnx_model.CopyFrom(open_model)
         fix_shapes(onnx_model, model)
-    return graph.inferred(onnx_model)
+    return inference.inferred(onnx_model)
 
 
 def ranges_for(
@@ -312,7 +312,7 @@ def running_source(model: Model, fixed: onnx.ModelProto) -> Iterator[None]:
 
 def _source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Problem:
     message = f"the source model itself cannot be run on the CPU: {str(error).strip()}"
-    if shapes := graph.contradiction(fixed):
+    if shapes := inference.contradiction(fixed):
         message += f"\nIts shapes contradict each other: {shapes}."
     if "Load model from" in message:
         hint = "Correct the model: no EP gets a model that ONNX Runtime cannot load."

@@ -5,7 +5,7 @@ import onnx
 import pytest
 
 from hatch_epcontext.graph.constants import fold_constants, has_constants
-from hatch_epcontext.graph.graph import inferred
+from hatch_epcontext.graph.inference import inferred
 from tests.graph.rewrites.equal import check_equal, operators
 from tests.models import parsed
 

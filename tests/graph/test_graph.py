@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from hatch_epcontext.errors import Key, Kind, ModelError, Problem
-from hatch_epcontext.graph import external, graph
+from hatch_epcontext.graph import external, graph, inference
 from hatch_epcontext.worker.source import data_of, read_source
 from tests.conftest import newer_runtime
 from tests.models import (
@@ -228,6 +228,6 @@ def test_an_unknown_rank_is_open_and_a_scalar_is_fixed() -> None:
 def test_types_are_inferred_beside_tensors_in_another_file(tmp_path: Path) -> None:
     text = "(float[4] x) => (float[2, 2] y) { a = Reshape (x, sizes) y = Neg (a) }"
     path = save_with_data(parsed(text, sizes=[2, 2]), tmp_path / "a.onnx")
-    inferred = graph.inferred(onnx.load(path, load_external_data=False))
+    inferred = inference.inferred(onnx.load(path, load_external_data=False))
     facts = {value.name: graph.facts(value) for value in inferred.value_info}
     assert len(facts["a"].sizes) == 2

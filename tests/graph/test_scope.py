@@ -5,7 +5,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, inference
 from hatch_epcontext.graph.cost import cost
 from hatch_epcontext.graph.facts import Cost
 from hatch_epcontext.graph.operators import MOVES
@@ -128,7 +128,7 @@ def test_a_product_counts_for_each_of_its_terms(
     )
     del model.graph.output[0].type.tensor_type.shape.dim[:]
     model.graph.output[0].type.tensor_type.ClearField("shape")
-    assert cost(graph.inferred(model)).multiply_adds == number
+    assert cost(inference.inferred(model)).multiply_adds == number
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from hatch_epcontext.config.genai import check_layers
 from hatch_epcontext.config.settings import Model
 from hatch_epcontext.errors import Kind, ModelError, Problem
-from hatch_epcontext.graph import external, graph
+from hatch_epcontext.graph import external, graph, inference
 from hatch_epcontext.graph.parts import extract, part_between
 from hatch_epcontext.worker.ort_values import types_of_runtime
 from hatch_epcontext.worker.protocol import announce
@@ -125,7 +125,7 @@ def _values(
     model: onnx.ModelProto, source: Path, names: Iterable[str]
 ) -> dict[str, onnx.ValueInfoProto]:
     """Return the types of the tensors ``names`` as onnx infers them, or else ONNX Runtime."""
-    inferred = graph.inferred(model)
+    inferred = inference.inferred(model)
     values = {
         value.name: value for value in (*inferred.value_info, *inferred.output, *inferred.input)
     }

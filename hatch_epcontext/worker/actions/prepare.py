@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 
 from hatch_epcontext.files import link_or_copy, put_files
-from hatch_epcontext.graph import external, graph
+from hatch_epcontext.graph import external, graph, inference
 from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.constants import fold_constants, has_constants
 from hatch_epcontext.graph.dequantize import static_format
@@ -226,7 +226,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto
     put_files(data, source.parent, folder, copy)
     check_ranges(map(graph.facts, graph.inputs(onnx_model.graph)), model)
     fix_inputs(onnx_model, model)
-    graph.infer_anew(onnx_model, lambda model, names: types_of_runtime(model, source, names))
+    inference.infer_anew(onnx_model, lambda model, names: types_of_runtime(model, source, names))
     separate_outputs(onnx_model)
     # An EP reports the nodes that it refuses by their names.
     graph.name_nodes(onnx_model.graph)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from hatch_epcontext.graph import graph, reading
+from hatch_epcontext.graph import graph, inference, reading
 from hatch_epcontext.graph.facts import TensorFacts
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.conventions import is_batch, is_length_name
@@ -51,7 +51,7 @@ def _batches(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
 def _constants(model: onnx.ModelProto) -> Iterator[SuggestedConstant]:
     """The inputs that can be constants, with their values: lengths, and inputs that choose a branch."""
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
-    ranges = input_ranges(graph.inferred(model), inputs)
+    ranges = input_ranges(inference.inferred(model), inputs)
     scope = Scope(model.graph, nested=True)
     conditions = [graph.operand(node, 0) for node in scope.nodes if node.op_type == "If"]
     deciding = scope.needed_values(conditions)

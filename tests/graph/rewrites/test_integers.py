@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import inference
 from hatch_epcontext.graph.number_format import RewriteName
 from hatch_epcontext.graph.rewrites import REWRITES
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
@@ -101,7 +101,7 @@ def test_a_rewritten_node_computes_the_same_for_all_integers(name: RewriteName, 
 def test_integers_that_are_computed_count_if_their_types_are_known() -> None:
     before = model("k = Constant<value_int=3600>() d = Div(x, k) y = Mod(d, k)")
     del before.graph.value_info[:]
-    types = {value.name: value.type for value in graph.inferred(before).value_info}
+    types = {value.name: value.type for value in inference.inferred(before).value_info}
     assert "modulo" not in applicable(before)
     assert "modulo" in applicable(before, types)
 

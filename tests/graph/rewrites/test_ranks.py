@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hatch_epcontext.graph.graph import inferred, sizes
+from hatch_epcontext.graph.graph import sizes
+from hatch_epcontext.graph.inference import inferred
 from hatch_epcontext.graph.rewrites import REWRITES
 from tests.graph.rewrites.equal import operators, reasons, rewritten
 from tests.models import parsed

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, inference
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.powers import Powers, powers_of
 from tests.graph.values.test_ranges import all_of
@@ -43,7 +43,7 @@ def powers(nodes: str, inputs: str = "float[4, 8] x", **stored: Any) -> Powers:
     numbers |= stored
     model = parsed(f"({inputs}) => (float[] y) {{ {nodes} }}", check=False, **numbers)
     facts = [graph.facts(value) for value in graph.inputs(model.graph)]
-    inferred = graph.inferred(model)
+    inferred = inference.inferred(model)
     whole = frozenset(tensor.name for tensor in facts if "int" in tensor.dtype)
     return powers_of(
         inferred, [tensor.name for tensor in facts], Scope(inferred, nested=True), whole

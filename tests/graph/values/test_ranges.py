@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, inference
 from hatch_epcontext.graph.facts import InFloats, Range
 from hatch_epcontext.graph.values.offsets import with_offsets
 from hatch_epcontext.graph.values.ranges import input_ranges
@@ -25,12 +25,12 @@ def all_of(text: str, **stored: Any) -> dict[str, Range]:
     """The ranges with the values that are far from the ordinary."""
     model = parsed(text, check=False, **stored)
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
-    return with_offsets(input_ranges(graph.inferred(model), inputs), inputs)
+    return with_offsets(input_ranges(inference.inferred(model), inputs), inputs)
 
 
 def ranges_of(model: onnx.ModelProto) -> dict[str, Range]:
     inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
-    found = input_ranges(graph.inferred(model), inputs)
+    found = input_ranges(inference.inferred(model), inputs)
     return {
         name: replace(
             each,

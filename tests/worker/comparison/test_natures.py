@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, inference
 from hatch_epcontext.worker.comparison.measures import Nature, OutputFacts, Scores
 from hatch_epcontext.worker.comparison.natures import output_facts
 from tests.models import parsed
@@ -22,7 +22,7 @@ def chain(*operators: str) -> onnx.ModelProto:
 
 def facts_of(model: onnx.ModelProto) -> dict[str, OutputFacts]:
     names = [value.name for value in model.graph.output]
-    return output_facts(graph.inferred(model), names, graph.opset(model))
+    return output_facts(inference.inferred(model), names, graph.opset(model))
 
 
 def natures(model: onnx.ModelProto) -> dict[str, Nature]:
