@@ -26,6 +26,7 @@ from hatch_epcontext.graph.cost import cost
 from hatch_epcontext.graph.dequantize import dequantize, is_quantized
 from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.external import load_whole, save_whole
+from hatch_epcontext.graph.facts import Cost
 from hatch_epcontext.graph.repairs import separate_outputs
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.selections import find_selections
@@ -104,9 +105,7 @@ def reference(
         typed, opset = inference.inferred(fixed), graph.opset(fixed)
         if folded is None:
             folded = typed_graph(fixed, model)
-        # Sizes that the model computes itself are known only once they are folded.
-        plain, needs = cost(typed), cost(folded)
-        needs = replace(needs, multiply_adds=max(plain.multiply_adds, needs.multiply_adds))
+        needs = _cost(typed, folded)
         parts = [*branchings(fixed.graph, folded)]
         deciders = tuple(dict.fromkeys(part.condition for part in parts if part.condition))
         fed = {tensor.name for tensor in inputs}
@@ -141,6 +140,12 @@ def reference(
     outputs = _with_behaviour(outputs, states, random, reasons)
     facts = Facts(states, outputs, chosen, is_lasting, None, batch, ranges, deciders, needs)
     return Reference(tuple(runs), facts)
+
+
+def _cost(typed: onnx.GraphProto, folded: onnx.GraphProto) -> Cost:
+    """That of a graph, of which sizes that it computes itself are known only once they are ``folded``."""
+    plain, needs = cost(typed), cost(folded)
+    return replace(needs, multiply_adds=max(plain.multiply_adds, needs.multiply_adds))
 
 
 def _with_something_left(runs: list[ReferenceRun], scores: Set[str]) -> list[ReferenceRun]:

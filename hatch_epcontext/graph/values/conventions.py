@@ -21,8 +21,8 @@ USUAL_UNITS = 100.0
 A judgment: dates, ages and sensors have as many, and float16 has all integers up to 20 times that.
 """
 
-BRIGHTEST = 255.0
-"""The largest value of a pixel."""
+MAX_OF_BYTES = 255.0
+"""The largest value of a pixel, and of an integer that nothing bounds."""
 
 _MASK = re.compile(r"mask", re.IGNORECASE)
 _LENGTH = re.compile(

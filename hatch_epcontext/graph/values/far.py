@@ -13,9 +13,9 @@ from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.number_format import FLOAT16
 from hatch_epcontext.graph.values.amounts import expected
 from hatch_epcontext.graph.values.conventions import (
-    BRIGHTEST,
     DEVIATIONS,
     LARGEST_OF_32_BITS,
+    MAX_OF_BYTES,
     SCALING,
     looks_like_image,
     looks_like_sound,
@@ -147,7 +147,7 @@ def _larger(facts: TensorFacts, uses: Uses) -> Iterator[Far]:
     """The sizes of floats whose powers matter, each with differences that are smaller than itself."""
     most = _WIDEST if math.isinf(uses.powers.size) else uses.powers.size
     if looks_like_image(facts):
-        most = min(most, BRIGHTEST)
+        most = min(most, MAX_OF_BYTES)
     share = _SMALLEST_OF_WIDE if uses.powers.is_wide else _SMALLEST_SHARE
     yield from (Far(share * size, size) for size in _SIZES if size / 2 <= most)
 

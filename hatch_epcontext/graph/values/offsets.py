@@ -9,7 +9,11 @@ from dataclasses import replace
 from hatch_epcontext.graph.dtypes import dtype_bounds
 from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.number_format import FLOAT16
-from hatch_epcontext.graph.values.conventions import BRIGHTEST, looks_like_image, looks_like_sound
+from hatch_epcontext.graph.values.conventions import (
+    MAX_OF_BYTES,
+    looks_like_image,
+    looks_like_sound,
+)
 
 _OFFSET, _OF_INTEGERS = 1000.0, 48000.0
 """The offsets of values of which only differences count, such as prices, and of integers, such as clocks."""
@@ -71,5 +75,5 @@ def _common_range(
         common = max(low, other.low), min(high, other.high)
         low, high = common if common[0] < common[1] else (low, high)
     if math.isinf(high):
-        return (0.0, BRIGHTEST) if looks_like_image(facts) else None
+        return (0.0, MAX_OF_BYTES) if looks_like_image(facts) else None
     return (low, high) if low < high else None

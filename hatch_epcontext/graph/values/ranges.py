@@ -24,6 +24,7 @@ from hatch_epcontext.graph.values.bounds import Bound, bounds, divisors
 from hatch_epcontext.graph.values.components import center_away_from_pole
 from hatch_epcontext.graph.values.conventions import (
     DEVIATIONS,
+    MAX_OF_BYTES,
     is_length_name,
     is_mask_name,
     is_scale,
@@ -34,9 +35,6 @@ from hatch_epcontext.graph.values.far import FULL_SCALE, with_far
 from hatch_epcontext.graph.values.linear import LinearTerm, LinearTerms
 from hatch_epcontext.graph.values.powers import powers_of
 from hatch_epcontext.graph.values.uses import Uses, UsesOfInputs
-
-_MAX_OF_BYTES = 255.0
-"""The largest value of an integer that nothing bounds."""
 
 _SCALED = 0.03
 """The factor below which a graph scales bytes to about 1: usual factors are 1/255 to 1/57."""
@@ -143,7 +141,7 @@ def _bounds(
             for term in terms.of(node.input[0]):
                 is_faint = term.scale < _SCALED or term.scale * gain < _FAINT
                 of_bytes = (term.scale > 0 and is_faint) or term.offset < _CENTERED
-                high = _MAX_OF_BYTES if of_bytes else 1.0
+                high = MAX_OF_BYTES if of_bytes else 1.0
                 reached[term.input].append(Bound(0, 0.0, high, "image"))
         for name in _factors(node, terms) if has_layers else ():
             reached[name].append(Bound(0, 0.5, 1.5, "factor"))
@@ -209,8 +207,8 @@ def _range(facts: TensorFacts, reached: Sequence[Bound], tensors: Sequence[Tenso
         return known or _open_range(facts, reached)
     lowest, highest = dtype_bounds(facts)
     if known is None:
-        is_byte = highest <= _MAX_OF_BYTES
-        low, high = (lowest, highest) if is_byte else (0.0, _MAX_OF_BYTES)
+        is_byte = highest <= MAX_OF_BYTES
+        low, high = (lowest, highest) if is_byte else (0.0, MAX_OF_BYTES)
         for bound in (bound for bound in reached if bound.kind == "divisor"):
             # Integers are not divided by 0.
             low = max(low, min(math.ceil(bound.low), highest // 3))
@@ -275,7 +273,7 @@ def _intersection(firm: Sequence[Bound], clips: Sequence[Bound]) -> Range | None
     if not firm and math.inf in (-low, high):
         return None
     low = low if math.isfinite(low) else min(0.0, high)
-    high = high if math.isfinite(high) else max(low, _MAX_OF_BYTES)
+    high = high if math.isfinite(high) else max(low, MAX_OF_BYTES)
     usual = next((bound.usual for bound in reversed(firm) if bound.usual is not None), None)
     if usual is not None:
         usual = min(max(usual, low), high)

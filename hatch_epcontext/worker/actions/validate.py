@@ -143,8 +143,7 @@ def _compare(
     assert request.tolerance is not None, "there is a reference to compare with"
     _check_outputs(request, expected)
     tolerance = within_noise(request.tolerance, expected.facts)
-    emulation = _emulate(request, expected, tolerance)
-    divergence, emulated = emulation or (None, None)
+    divergence, emulated = _emulate(request, expected, tolerance)
     chosen = _chosen_runs(request, expected, divergence, emulated)
     runs = _with_worst_first(chosen, request.to_beat, emulated)
     if _may_be_wider(request, session, expected, tolerance, runs, emulated):
@@ -153,8 +152,7 @@ def _compare(
         return Validated(replace(validation, emulation=beaten), beaten=True)
     if request.target.settings.changes_precision:
         expected = for_other_numbers(expected)
-    reference = "the CPU's" if expected.facts.integers is None else "its float form's"
-    subject = Subject(request.model, reference=reference)
+    subject = _subject(request, expected)
     report = partial(announce, f"running {subject.what}")
     baselines = Baselines(emulated, request.to_beat)
     compared = compare_runs(session, expected, tolerance, runs, baselines, report)
@@ -170,13 +168,13 @@ def _compare(
     )
     if not compared.beaten and divergence:
         announce("looking for the first node that differs")
-    if compared.difference is not None:
+    if (difference := compared.difference) is not None:
         cause, culprit = "", None
         # Another recipe wins anyway, and a slow model takes seconds to explain.
         if divergence and emulated and request.to_beat is None:
-            levels, margin = emulated.of(compared.difference.run), compared.difference.margin
-            cause, culprit = cause_of(divergence, levels, margin)
-        explained = explain(compared.difference, tolerance, subject, expected.facts, cause)
+            level = emulated.of(difference.run)
+            cause, culprit = cause_of(divergence, level, difference.margin)
+        explained = explain(difference, tolerance, subject, expected.facts, cause)
         differing = {item.agreement.output: item.agreement for item in explained}
         agreements = tuple(differing.get(a.output, a) for a in compared.agreements)
         problems = problems_of(explained)
@@ -191,6 +189,11 @@ def _compare(
         unusual=_unusual(compared, emulated),
         worst=compared.worst,
     )
+
+
+def _subject(request: ValidateRequest, expected: Reference) -> Subject:
+    reference = "the CPU's" if expected.facts.integers is None else "its float form's"
+    return Subject(request.model, reference=reference)
 
 
 def _warnings(
@@ -358,11 +361,11 @@ def _format(request: ValidateRequest) -> NumberFormat | None:
 
 def _emulate(
     request: ValidateRequest, expected: Reference, tolerance: Tolerance
-) -> tuple[Divergence, Levels] | None:
+) -> tuple[Divergence, Levels] | tuple[None, None]:
     """The model in the target's number format, and how near that is; None if it cannot be emulated."""
     format_ = _format(request)
     if format_ is None or request.prepared is None:
-        return None
+        return None, None
     coverage = request.context.coverage
     skipped = frozenset(node.name for node in coverage.uncovered) if coverage else frozenset()
     announce(f"emulating {format_.name} on the CPU")
@@ -377,8 +380,8 @@ def _emulate(
         raise
     except Exception:
         # ONNX Runtime raises many types for graphs that it cannot open without optimizing them.
-        return None
-    return None
+        return None, None
+    return None, None
 
 
 def _reference(request: ValidateRequest) -> Reference | Arrays:
