@@ -142,12 +142,11 @@ class UsesOfInputs:
                     self.of[term.input].reach = MAX_EXACT
 
     def _add_factors(self, name: str) -> None:
-        dtype = self.scope.dtype(name)
-        is_whole = dtype is not None and dtype.kind in "iu"
         for term in self._numbers(name):
             uses, factor = self.of[term.input], abs(term.scale)
             uses.scale = min(uses.scale, factor)
-            uses.gain = max(uses.gain, factor if is_whole else 0.0)
+            if self._is_whole(name):
+                uses.gain = max(uses.gain, factor)
 
     def _add(self, node: onnx.NodeProto) -> None:
         for name in node.input:
@@ -158,6 +157,7 @@ class UsesOfInputs:
         self._add_end(node)
         self._add_sum(node)
         self._add_turn(node)
+        self._add_summands(node)
         operator = node.op_type if node.domain in graph.STANDARD else ""
         if operator in _OF_SIGNALS:
             for term in self._terms.of(node.input[0]):
@@ -196,8 +196,7 @@ class UsesOfInputs:
 
     def _add_sum(self, node: onnx.NodeProto) -> None:
         """Integers of which many are added up are so small that the sum is one."""
-        dtype = self.scope.dtype(node.input[0]) if node.op_type in ("CumSum", "ReduceSum") else None
-        if dtype is None or dtype.kind not in "iu":
+        if node.op_type not in ("CumSum", "ReduceSum") or not self._is_whole(node.input[0]):
             return
         sizes = self.scope.sizes(node.input[0]) or ()
         count = math.prod(sizes[axis] or 1 for axis in self.scope.axes(node) or ())
@@ -256,6 +255,11 @@ class UsesOfInputs:
             deviation = np.sqrt(variance.astype(np.float64)).reshape(shape)
             self._add_center(node.input[0], Center(mean.reshape(shape), deviation))
 
+    def _is_whole(self, name: str) -> bool:
+        """Whether a value has integers."""
+        dtype = self.scope.dtype(name)
+        return dtype is not None and dtype.kind in "iu"
+
     def _numbers(self, name: str) -> Iterator[LinearTerm]:
         """The terms of a value that are numbers."""
         return (term for term in self._terms.of(name) if not (term.truth or term.masked))
@@ -266,9 +270,8 @@ class UsesOfInputs:
 
     def _add_product(self, node: onnx.NodeProto) -> None:
         """Integers that a graph multiplies by each other are so small that three fit into 32 bits."""
-        dtype = self.scope.dtype(node.output[0]) if node.op_type == "Mul" else None
         is_stored = any(self.scope.constant(name) is not None for name in node.input)
-        if dtype is None or dtype.kind not in "iu" or is_stored:
+        if node.op_type != "Mul" or not self._is_whole(node.output[0]) or is_stored:
             return
         for term in (term for name in node.input for term in self._numbers(name)):
             self.of[term.input].product = LARGEST_OF_32_BITS ** (2 / 3)
@@ -286,8 +289,8 @@ class UsesOfInputs:
         """A remainder uses all digits of integers, also of those that a large factor hashes, and a division
         by a large integer is of larger ones.
         """
-        dtype, divisors = self.scope.dtype(node.input[0]), self.scope.constant(node.input[1])
-        if dtype is None or dtype.kind not in "iu" or divisors is None:
+        divisors = self.scope.constant(node.input[1])
+        if divisors is None or not self._is_whole(node.input[0]):
             return
         is_modulo = node.op_type == "Mod"
         is_long = are_long(divisors, BUCKETS if is_modulo else LONG)
@@ -306,16 +309,17 @@ class UsesOfInputs:
                 uses.reach = max(uses.reach, largest * divisor)
                 uses.divided.has_digits |= is_decimal(largest) and is_decimal(divisor)
 
+    def _add_summands(self, node: onnx.NodeProto) -> None:
+        for operand, other in ((0, 1), (1, 0)) if node.op_type in ("Add", "Sub") else ():
+            terms = [*self._numbers(node.input[operand])]
+            largest = max(self._summands(node.input[other]), default=0.0) if terms else 0.0
+            for term in terms:
+                uses = self.of[term.input]
+                uses.beside = max(uses.beside, largest / abs(term.scale))
+
     def _add_centers(self, node: onnx.NodeProto) -> None:
         for operand, other in ((0, 1), (1, 0)):
             value = self.scope.constant(node.input[other])
-            terms = (
-                () if node.op_type in operators.COMPARES else [*self._numbers(node.input[operand])]
-            )
-            if terms and (summands := [*self._summands(node.input[other])]):
-                for term in terms:
-                    uses, beside = self.of[term.input], max(summands) / abs(term.scale)
-                    uses.beside = max(uses.beside, beside)
             if value is not None and 0 < value.size <= MAX_CENTERS and value.dtype.kind in "iuf":
                 numbers = -value.astype(np.float64) if node.op_type == "Add" else value
                 compared, unit = node.op_type in operators.COMPARES, _unit_of(value)
