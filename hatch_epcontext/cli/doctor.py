@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
-from typing import NamedTuple
 
 import click
 
@@ -153,15 +152,17 @@ def _show_wheels(paths: tuple[Path, ...], files: tuple[Path, ...], as_json: bool
     machines = dict(zip(names, map(read_machine, files), strict=True))
     machines = machines or {"this machine": this_machine(wheels)}
     expected = {name: expect(wheels, machine) for name, machine in machines.items()}
-    rows = [_Row(e.package, e.model, e.target) for e in next(iter(expected.values()))]
-    cells = {name: dict(zip(rows, answers, strict=True)) for name, answers in expected.items()}
+    # For each target what is expected of it on each machine.
+    rows = [*zip(*expected.values(), strict=True)]
     if as_json:
         targets = [
             {
-                **row._asdict(),
+                "package": row[0].package,
+                "model": row[0].model,
+                "target": row[0].target,
                 "machines": {
-                    name: {"answer": answers[row].answer, "reason": answers[row].reason}
-                    for name, answers in cells.items()
+                    name: {"answer": cell.answer, "reason": cell.reason}
+                    for name, cell in zip(machines, row, strict=True)
                 },
             }
             for row in rows
@@ -170,42 +171,30 @@ def _show_wheels(paths: tuple[Path, ...], files: tuple[Path, ...], as_json: bool
             json.dumps({"wheels": [path.name for path in paths], "targets": targets}, indent=2)
         )
     else:
-        _show_table(machines, rows, cells)
+        _show_table(machines, rows)
     failed = {name: models for name, e in expected.items() if (models := opens_nothing(e))}
     for name, models in failed.items():
         warn(f"{name}: load raises an error for {listing(models)}, because no target opens")
     return 1 if failed else 0
 
 
-class _Row(NamedTuple):
-    """The folder of a model package in a wheel, a model and a target of it."""
-
-    package: str
-    model: str
-    target: str
-
-
-def _show_table(
-    machines: Mapping[str, Machine],
-    rows: Sequence[_Row],
-    cells: Mapping[str, Mapping[_Row, Expectation]],
-) -> None:
+def _show_table(machines: Mapping[str, Machine], rows: Sequence[tuple[Expectation, ...]]) -> None:
     for name, machine in machines.items():
         runtime = f"onnxruntime {machine.runtime.version}" if machine.runtime else ""
         facts = (machine.system, machine.chip or machine.machine, runtime)
         echo(f"{name}: {', '.join(filter(None, facts))}")
-    several = len({row.package for row in rows}) > 1
-    models = {row: f"{row.package}: {row.model}" if several else row.model for row in rows}
-    answers = ((models[row], row.target, *(cells[n][row].answer for n in cells)) for row in rows)
-    show_table(("model", "target", *cells), answers)
-    for row in rows:
+    several = len({first.package for first, *_ in rows}) > 1
+    models = [f"{e.package}: {e.model}" if several else e.model for e, *_ in rows]
+    cells = ((m, r[0].target, *(e.answer for e in r)) for m, r in zip(models, rows, strict=True))
+    show_table(("model", "target", *machines), cells)
+    for model, row in zip(models, rows, strict=True):
         # Machines that say the same are in one line.
         names: dict[tuple[str, str], list[str]] = {}
-        for name, expected in cells.items():
-            names.setdefault((expected[row].answer, expected[row].reason), []).append(name)
+        for name, cell in zip(machines, row, strict=True):
+            names.setdefault((cell.answer, cell.reason), []).append(name)
         for (answer, reason), same in names.items():
-            where = f" on {listing(same)}" if len(cells) > 1 else ""
-            echo(f"{models[row]} for {row.target}: {answer}{where}, {reason}")
+            where = f" on {listing(same)}" if len(machines) > 1 else ""
+            echo(f"{model} for {row[0].target}: {answer}{where}, {reason}")
 
 
 def _show(states: Iterable[ProviderState]) -> None:
