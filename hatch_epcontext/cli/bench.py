@@ -15,21 +15,7 @@ from typing import Any
 import click
 
 from hatch_epcontext.cache.build import Cache
-from hatch_epcontext.cli._common import (
-    command_with_examples,
-    echo,
-    make_workers,
-    new_file,
-    show_table,
-    warn,
-)
-from hatch_epcontext.cli._settings import (
-    models_argument,
-    project_config,
-    provider_option,
-    short_flags,
-    use_flag_names,
-)
+from hatch_epcontext.cli import _common, _settings
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.artifact import Built
@@ -79,14 +65,14 @@ class Opening:
         return f"{WAYS[self.way]}, simulator" if self.simulated else WAYS[self.way]
 
 
-@command_with_examples(
+@_common.command_with_examples(
     "bench",
     "model.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1",
     "--target x-elite",
 )
-@models_argument(required=False)
-@provider_option(required=False)
-@short_flags
+@_settings.models_argument(required=False)
+@_settings.provider_option(required=False)
+@_settings.short_flags
 @click.option("--target", help="The target of the project, without MODEL.")
 @click.option(
     "--starts", type=click.IntRange(1), default=5, help="How many processes open it; 5 by default."
@@ -99,7 +85,9 @@ class Opening:
     help="How many runs, of all processes, are measured after the warm-up; 100 by default.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all times as JSON, in seconds.")
-@click.option("--plot", type=new_file, metavar="F.png", help="Draw a bar chart: .png or .svg.")
+@click.option(
+    "--plot", type=_common.new_file, metavar="F.png", help="Draw a bar chart: .png or .svg."
+)
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -132,16 +120,16 @@ def command(
             )
     if models and provider is not None and target is None:
         named = name_models(models)
-        use_flag_names(named, "nothing was measured")
+        _settings.use_flag_names(named, "nothing was measured")
         config = configure(named, provider, settings)
     elif not models and provider is None and not settings:
-        config = project_config(Path().absolute(), (target,) if target else ())
+        config = _settings.project_config(Path().absolute(), (target,) if target else ())
     else:
         raise click.UsageError("Give MODEL and --provider, or neither and only --target.")
     planned = plan(config.on_this_machine)
     if len(names := dict.fromkeys(job.target.name for job in planned.jobs)) != 1:
         raise click.UsageError(f"Choose one target: --target {' or '.join(names) or 'NAME'}.")
-    workers = make_workers(0, config.build.timeout)
+    workers = _common.make_workers(0, config.build.timeout)
     with temp_dir() as staging:
         openings, versions = measure(planned, staging, workers, starts, -(-runs // starts))
     if plot is not None:
@@ -151,9 +139,9 @@ def command(
         report = {"versions": versions, "openings": listed}
         click.echo(json.dumps(report, indent=2))
     else:
-        show_table(_COLUMNS, map(_row, openings))
+        _common.show_table(_COLUMNS, map(_row, openings))
         if any(opening.simulated for opening in openings):
-            echo(
+            _common.echo(
                 "The simulator's load times are not those of a device, and its runs are not measured."
             )
     ctx.exit(1 if any(opening.error for opening in openings) else 0)
@@ -171,7 +159,7 @@ def measure(
     Raises RequirementError when something is not installed, and BuildError when a model cannot be compiled,
     or its result cannot be opened on this machine.
     """
-    cache = Cache(None, warn)
+    cache = Cache(None, _common.warn)
     build = begin(planned, staging, cache, workers)
     versions = dict[str, str]()
     requests = list[tuple[Opening, TimeOpeningRequest]]()
@@ -202,7 +190,7 @@ def measure(
                     " ".join(filter(None, (problem.message, problem.hint)))
                     for problem in error.problems
                 )
-                warn(f"{location}: {opening.error}")
+                _common.warn(f"{location}: {opening.error}")
                 continue
             if start > 0:
                 opening.load.append(reply.load)

@@ -6,15 +6,7 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import (
-    echo,
-    report_option,
-    run_plan,
-    show_table,
-    verbose_option,
-    warn,
-)
-from hatch_epcontext.cli._settings import project_config, project_options
+from hatch_epcontext.cli import _common, _settings
 from hatch_epcontext.errors import RequirementError
 from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.plan import Plan, plan
@@ -25,10 +17,10 @@ from hatch_epcontext.tools.project import Project
 
 
 @click.command("build")
-@project_options
+@_settings.project_options
 @click.option("--dry-run", "only_plan", is_flag=True, help="Show the jobs, and compile nothing.")
-@report_option
-@verbose_option
+@_common.report_option
+@_common.verbose_option
 def command(
     project: Path, targets: tuple[str, ...], only_plan: bool, report: Path | None, verbose: int
 ) -> None:
@@ -37,13 +29,13 @@ def command(
     PROJECT is the folder with the pyproject.toml; the default is the current folder. The artifacts go into
     the cache, from which the next build of the wheel takes them.
     """
-    config = project_config(project.absolute(), targets)
+    config = _settings.project_config(project.absolute(), targets)
     planned = plan(config)
     with temp_dir() as staging:
         if only_plan:
             _show_plan(planned, staging)
             return
-        run_plan(planned, staging, verbose, Project.read(config.root).name, report)
+        _common.run_plan(planned, staging, verbose, Project.read(config.root).name, report)
 
 
 def _show_plan(planned: Plan, staging: Path) -> None:
@@ -51,11 +43,11 @@ def _show_plan(planned: Plan, staging: Path) -> None:
     jobs = planned.jobs
     try:
         # Reads the models, whose problems the build would have too.
-        jobs = begin(planned, staging, open_cache(planned.config, warn), workers).jobs
+        jobs = begin(planned, staging, open_cache(planned.config, _common.warn), workers).jobs
     except RequirementError as error:
         # Another machine may be the one that compiles.
         messages = " ".join(problem.message for problem in error.problems)
-        warn(f"the models are not read: {messages}")
+        _common.warn(f"the models are not read: {messages}")
     rows = [(job.location, job.target.provider.name) for job in jobs]
-    show_table(("job", "provider"), rows)
-    echo(f"requires: {', '.join(map(hide_credentials, planned.requirements))}")
+    _common.show_table(("job", "provider"), rows)
+    _common.echo(f"requires: {', '.join(map(hide_credentials, planned.requirements))}")

@@ -8,22 +8,7 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.cli._common import (
-    command_with_examples,
-    echo,
-    output_option,
-    report_option,
-    run_plan,
-    show_written,
-    verbose_option,
-)
-from hatch_epcontext.cli._settings import (
-    models_argument,
-    provider_option,
-    setting_flags,
-    switch,
-    use_flag_names,
-)
+from hatch_epcontext.cli import _common, _settings
 from hatch_epcontext.text import show_size
 from hatch_epcontext.tools.compiling import check_output, compile_models, is_package
 from hatch_epcontext.tools.configure import SHARED, configure, name_models
@@ -31,27 +16,31 @@ from hatch_epcontext.tools.configure import SHARED, configure, name_models
 _HEADLINE = "compiling failed, nothing is written"
 
 
-@command_with_examples(
+@_common.command_with_examples(
     "compile",
     "model.onnx -o model_ctx.onnx -p qnn --set chip=snapdragon-x-elite --dim batch=1",
     "prefill.onnx decode.onnx -o out -p qnn --share-weights",
     "model.onnx -o model.ortpackage -p qnn --set chip=snapdragon-x-elite",
 )
-@models_argument(type_=click.Path(exists=True, path_type=Path))
-@output_option("OUT", "The context model (.onnx), a model package (.ortpackage), or a folder.")
-@provider_option()
-@setting_flags
-@switch("--embed", {"embed": True}, "The blob inside the context model.")
-@switch(
+@_settings.models_argument(type_=click.Path(exists=True, path_type=Path))
+@_common.output_option(
+    "OUT", "The context model (.onnx), a model package (.ortpackage), or a folder."
+)
+@_settings.provider_option()
+@_settings.setting_flags
+@_settings.switch("--embed", {"embed": True}, "The blob inside the context model.")
+@_settings.switch(
     "--from-memory",
     {"from-memory": True},
     "Let the compiler read and write memory only, with the blob inside the context model.",
 )
-@switch("--share-weights", {"share-weights": SHARED}, "Compile all models into one sidecar.")
-@switch("--no-validate", {"validate.mode": False}, "Run nothing, not even on the CPU.")
+@_settings.switch(
+    "--share-weights", {"share-weights": SHARED}, "Compile all models into one sidecar."
+)
+@_settings.switch("--no-validate", {"validate.mode": False}, "Run nothing, not even on the CPU.")
 @click.option("--overwrite", is_flag=True, help="Replace files; of folders only epcontext's own.")
-@report_option
-@verbose_option
+@_common.report_option
+@_common.verbose_option
 def command(
     models: tuple[Path, ...],
     output: Path,
@@ -72,13 +61,13 @@ def command(
     if len(models) == 1 and settings.get("share-weights"):
         raise click.UsageError("--share-weights is for two models or more.")
     named = name_models(models, output)
-    use_flag_names(named, _HEADLINE)
+    _settings.use_flag_names(named, _HEADLINE)
     check_output(output, named.values())
     config = configure(named, provider, settings)
-    run = partial(run_plan, verbose=verbose, name=output.name, report=report)
+    run = partial(_common.run_plan, verbose=verbose, name=output.name, report=report)
     compiled = compile_models(config, output, run, overwrite=overwrite)
     if is_package(output):
-        show_written(output, compiled.files)
+        _common.show_written(output, compiled.files)
         return
     for path in compiled.files:
-        echo(f"wrote {path} ({show_size(path.stat().st_size)})")
+        _common.echo(f"wrote {path} ({show_size(path.stat().st_size)})")

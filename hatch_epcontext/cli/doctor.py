@@ -21,21 +21,7 @@ from hatch_epcontext.jobs.requirements import TOOLS, check_environment, installe
 from hatch_epcontext.providers import DISTRIBUTIONS, PROVIDERS
 from hatch_epcontext.serialize import to_plain
 from hatch_epcontext.text import file_name, listing, quoted_key, to_toml
-from hatch_epcontext.tools.environment import (
-    Machine,
-    ProviderState,
-    describe_machine,
-    examine,
-    read_machine,
-    versions,
-)
-from hatch_epcontext.tools.expecting import (
-    Expectation,
-    expect,
-    opens_nothing,
-    read_wheel,
-    this_machine,
-)
+from hatch_epcontext.tools import environment, expecting
 from hatch_epcontext.tools.libraries import describe_library, options_of, try_library
 from hatch_epcontext.worker.requests import EpDevice
 
@@ -107,10 +93,10 @@ def command(
         ctx.exit(_show_wheels(wheels, files, as_json))
     if library is not None:
         ctx.exit(_show_library(library, options))
-    runtime, states = examine()
+    runtime, states = environment.examine()
     problems = _problems(states)
     if as_json:
-        machine = to_plain(describe_machine(runtime, states, problems))
+        machine = to_plain(environment.describe_machine(runtime, states, problems))
         click.echo(json.dumps(machine, indent=2))
     else:
         _show(states)
@@ -146,12 +132,12 @@ def _show_library(library: str, options: Mapping[str, str]) -> int:
 
 def _show_wheels(paths: tuple[Path, ...], files: tuple[Path, ...], as_json: bool) -> int:
     """Print what becomes of the targets of the wheels at ``paths``; the exit code."""
-    wheels = [read_wheel(path) for path in paths]
+    wheels = [expecting.read_wheel(path) for path in paths]
     stems = Counter(file.stem for file in files)
     names = [file.stem if stems[file.stem] == 1 else str(file) for file in files]
-    machines = dict(zip(names, map(read_machine, files), strict=True))
-    machines = machines or {"this machine": this_machine(wheels)}
-    expected = {name: expect(wheels, machine) for name, machine in machines.items()}
+    machines = dict(zip(names, map(environment.read_machine, files), strict=True))
+    machines = machines or {"this machine": expecting.this_machine(wheels)}
+    expected = {name: expecting.expect(wheels, machine) for name, machine in machines.items()}
     # For each target what is expected of it on each machine.
     rows = [*zip(*expected.values(), strict=True)]
     if as_json:
@@ -172,13 +158,17 @@ def _show_wheels(paths: tuple[Path, ...], files: tuple[Path, ...], as_json: bool
         )
     else:
         _show_table(machines, rows)
-    failed = {name: models for name, e in expected.items() if (models := opens_nothing(e))}
+    failed = {
+        name: models for name, e in expected.items() if (models := expecting.opens_nothing(e))
+    }
     for name, models in failed.items():
         warn(f"{name}: load raises an error for {listing(models)}, because no target opens")
     return 1 if failed else 0
 
 
-def _show_table(machines: Mapping[str, Machine], rows: Sequence[tuple[Expectation, ...]]) -> None:
+def _show_table(
+    machines: Mapping[str, environment.Machine], rows: Sequence[tuple[expecting.Expectation, ...]]
+) -> None:
     for name, machine in machines.items():
         runtime = f"onnxruntime {machine.runtime.version}" if machine.runtime else ""
         facts = (machine.system, machine.chip or machine.machine, runtime)
@@ -197,14 +187,14 @@ def _show_table(machines: Mapping[str, Machine], rows: Sequence[tuple[Expectatio
             echo(f"{model} for {row[0].target}: {answer}{where}, {reason}")
 
 
-def _show(states: Iterable[ProviderState]) -> None:
+def _show(states: Iterable[environment.ProviderState]) -> None:
     echo(
         f"hatch-epcontext {hatch_epcontext.__version__}, Python {platform.python_version()} "
         f"({sys.executable}), {platform.system()} {platform.machine()}"
     )
     for heading, packages in (
-        ("ONNX Runtime", versions(DISTRIBUTIONS)),
-        ("tools", versions(requirement.split(">=")[0] for requirement in TOOLS)),
+        ("ONNX Runtime", environment.versions(DISTRIBUTIONS)),
+        ("tools", environment.versions(requirement.split(">=")[0] for requirement in TOOLS)),
     ):
         listed = ", ".join(f"{name} {version}" for name, version in packages.items())
         echo(f"{heading}: {listed or 'none'}")
@@ -220,14 +210,14 @@ def _show(states: Iterable[ProviderState]) -> None:
             echo(f"    compiles for {title}; a simulator runs the results here")
 
 
-def _problems(states: Iterable[ProviderState]) -> list[Problem]:
+def _problems(states: Iterable[environment.ProviderState]) -> list[Problem]:
     """What is wrong with this environment."""
     problems: list[Problem] = []
     try:
         check_environment((), TOOLS)
     except EpcontextError as error:
         problems += error.problems
-    if not versions(DISTRIBUTIONS):
+    if not environment.versions(DISTRIBUTIONS):
         hint = f"Install {' or '.join(DISTRIBUTIONS[:2])}, or another distribution."
         message = "No ONNX Runtime is installed."
         problems.append(Problem(Kind.MISSING_REQUIREMENT, "this environment", message, hint))

@@ -7,33 +7,25 @@ from pathlib import Path
 
 import click
 
-from hatch_epcontext.cli._common import (
-    command_with_examples,
-    output_option,
-    report_option,
-    run_plan,
-    show_written,
-    verbose_option,
-)
-from hatch_epcontext.cli._settings import project_config, project_options
+from hatch_epcontext.cli import _common, _settings
 from hatch_epcontext.tools.compiling import export
 from hatch_epcontext.tools.project import Project
 
 
-@command_with_examples(
+@_common.command_with_examples(
     "export",
     "-o src/my_app/epcontext --overwrite",
     "../app --target x-elite -o build/models",
 )
-@project_options
-@output_option("DIR", "The folder of the model package.")
+@_settings.project_options
+@_common.output_option("DIR", "The folder of the model package.")
 @click.option(
     "--overwrite",
     is_flag=True,
     help="Replace the whole folder, if it is a model package that epcontext wrote.",
 )
-@report_option
-@verbose_option
+@_common.report_option
+@_common.verbose_option
 def command(
     project: Path,
     targets: tuple[str, ...],
@@ -50,8 +42,8 @@ def command(
 
     Nothing is written if a model fails, or if DIR has files of another origin.
     """
-    config = project_config(project.absolute(), targets)
+    config = _settings.project_config(project.absolute(), targets)
     name = Project.read(config.root).name
-    run = partial(run_plan, verbose=verbose, name=name, report=report)
+    run = partial(_common.run_plan, verbose=verbose, name=name, report=report)
     written = export(config, output, run, loader=True, overwrite=overwrite)
-    show_written(output, written.files)
+    _common.show_written(output, written.files)

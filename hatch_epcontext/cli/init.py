@@ -16,14 +16,7 @@ from hatch_epcontext.cli._tables import add_tables, new_targets, tables_options
 from hatch_epcontext.config.paths import is_genai_folder
 from hatch_epcontext.errors import ConfigError, InspectionError, Kind, Problem
 from hatch_epcontext.jobs.processes.process import Workers
-from hatch_epcontext.tools.adding import (
-    NewModel,
-    Pyproject,
-    check_names,
-    check_targets,
-    new_model,
-    project_files,
-)
+from hatch_epcontext.tools import adding
 from hatch_epcontext.tools.configure import for_model, split
 from hatch_epcontext.tools.inspecting import TIMEOUT
 
@@ -56,17 +49,17 @@ def command(
     why others fail. The target cpu is added, and a model for which no target works is left out. If you stop
     it, the models that were compiled until then are written; run it again for the others.
     """
-    pyproject = Pyproject(Path.cwd())
+    pyproject = adding.Pyproject(Path.cwd())
     use_flag_names({}, "nothing is written")
     target, of_models = split(settings)
-    check_targets(pyproject, providers, target)
+    adding.check_targets(pyproject, providers, target)
     new = [*_read(pyproject, models)]
     names = [model.plain_name for model in new]
     if pyproject.table is None:
         use_flag_names({m.path: Path(m.path) for m in new}, "nothing is written")
     else:
         use_lines(pyproject.root)
-    check_names(new, of_models)
+    adding.check_names(new, of_models)
     new = [
         replace(model, settings=model.own(for_model(name, names, of_models)))
         for model, name in zip(new, names, strict=True)
@@ -78,10 +71,10 @@ def command(
     add_tables(pyproject, new, targets, dry_run=dry_run, trial=trial)
 
 
-def _read(pyproject: Pyproject, named: tuple[Path, ...]) -> Iterator[NewModel]:
+def _read(pyproject: adding.Pyproject, named: tuple[Path, ...]) -> Iterator[adding.NewModel]:
     """The facts of the models; those that are unusable are skipped, unless the user named them."""
     root = pyproject.root
-    files = named or tuple(project_files(root, ".onnx"))
+    files = named or tuple(adding.project_files(root, ".onnx"))
     language = dict.fromkeys(f.parent for f in files if is_genai_folder(f.parent))
     for folder in language:
         advice = advice_for_folder(Path(os.path.relpath(folder, root)).as_posix())
@@ -96,7 +89,7 @@ def _read(pyproject: Pyproject, named: tuple[Path, ...]) -> Iterator[NewModel]:
                 raise ConfigError(Problem(Kind.OUTSIDE_PROJECT, str(path), message, hint))
             location = inside.relative_to(root).as_posix()
             try:
-                model = new_model(root, location, workers)
+                model = adding.new_model(root, location, workers)
             except (InspectionError, ConfigError) as error:
                 if named:
                     raise

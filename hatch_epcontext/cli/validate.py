@@ -10,16 +10,7 @@ from typing import Any
 
 import click
 
-from hatch_epcontext.cli._common import (
-    command_with_examples,
-    echo,
-    existing_file,
-    make_workers,
-    new_file,
-    verbose_option,
-    warn,
-)
-from hatch_epcontext.cli._settings import provider_option, setting_flags, use_flag_names
+from hatch_epcontext.cli import _common, _settings
 from hatch_epcontext.errors import BuildError, Kind, Problem
 from hatch_epcontext.jobs.artifact import GENERATED_BY
 from hatch_epcontext.jobs.boards import REPORT_FORMAT, BoardReport, describe_run
@@ -43,7 +34,7 @@ from hatch_epcontext.worker.results import Validation
 _HEADLINE = "validation failed"
 
 
-@command_with_examples(
+@_common.command_with_examples(
     "validate",
     "model_ctx.onnx --source model.onnx",
     "model.ortpackage",
@@ -51,8 +42,10 @@ _HEADLINE = "validation failed"
     "--package digits_app-1.0.0-py3-none-any.whl --report x-elite.json",
 )
 @click.argument("path", type=click.Path(exists=True, path_type=Path), required=False)
-@click.option("-s", "--source", type=existing_file, help="The source model, to compare with.")
-@provider_option(required=False)
+@click.option(
+    "-s", "--source", type=_common.existing_file, help="The source model, to compare with."
+)
+@_settings.provider_option(required=False)
 @click.option(
     "--package",
     metavar="P",
@@ -60,7 +53,7 @@ _HEADLINE = "validation failed"
 )
 @click.option(
     "--report",
-    type=new_file,
+    type=_common.new_file,
     metavar="R.json",
     help="Write what this machine's devices make of each target.",
 )
@@ -69,9 +62,9 @@ _HEADLINE = "validation failed"
     type=click.Path(exists=True, path_type=Path),
     help="With --report: the wheel's sdist or project, whose samples are run.",
 )
-@setting_flags
+@_settings.setting_flags
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@verbose_option
+@_common.verbose_option
 def command(
     path: Path | None,
     source: Path | None,
@@ -103,18 +96,18 @@ def command(
         raise click.UsageError(f"--report writes .json, and not {report.name}.")
     if sdist is not None and report is None:
         raise click.UsageError("--sdist needs --report.")
-    workers = partial(make_workers, verbose)
+    workers = partial(_common.make_workers, verbose)
     if path is not None and not (path.is_dir() or path.suffix == WHEEL):
         if report is not None:
             raise click.UsageError("--report is for a wheel or a model package.")
-        use_flag_names({path.stem: source or path}, _HEADLINE)
+        _settings.use_flag_names({path.stem: source or path}, _HEADLINE)
         _show_context(validate_context(path, provider, source, settings, workers), as_json=as_json)
         return
     if provider is not None or source is not None:
         message = "--provider and --source are for a single file: a model package has its own."
         raise click.UsageError(message)
     whole = package or str(path)
-    use_flag_names({Path(whole).stem: Path(whole)}, _HEADLINE)
+    _settings.use_flag_names({Path(whole).stem: Path(whole)}, _HEADLINE)
     if report is not None:
         check_report(report)
     with contextlib.ExitStack() as stack:
@@ -131,7 +124,9 @@ def _show_context(validated: ValidatedContext, *, as_json: bool) -> None:
         click.echo(to_json(validated), nl=False)
         return
     parts = _describe_model(validated.model, validated.ep, validated.provider)
-    echo(f"{validated.path}: {', '.join([*parts, describe_validation(validated.validation)])}")
+    _common.echo(
+        f"{validated.path}: {', '.join([*parts, describe_validation(validated.validation)])}"
+    )
     _warn(validated.path, validated.validation)
 
 
@@ -146,7 +141,7 @@ def _show_package(
     for variant in variants:
         finished.append(variant)
         if not as_json:
-            echo(f"{variant.name}: {', '.join(_describe_variant(variant))}")
+            _common.echo(f"{variant.name}: {', '.join(_describe_variant(variant))}")
             if variant.validation is not None:
                 _warn(variant.name, variant.validation)
     if as_json:
@@ -160,7 +155,7 @@ def _show_package(
         package = Path(name).name
         of_board = BoardReport(REPORT_FORMAT, GENERATED_BY, package, entries)
         write_report(of_board, package, report)
-        echo(f"wrote {report}", err=as_json)
+        _common.echo(f"wrote {report}", err=as_json)
         # A context for another chip does not open here.
         problems = [p for variant in finished if variant.run for p in variant.problems]
     BuildError.check(problems)
@@ -168,7 +163,7 @@ def _show_package(
 
 def _warn(name: str, validation: Validation) -> None:
     for warning in validation_warnings(name, validation):
-        warn(warning)
+        _common.warn(warning)
 
 
 def _describe_variant(variant: ValidatedVariant) -> list[str]:

@@ -10,30 +10,22 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hatch_epcontext.config import tables
 from hatch_epcontext.config.build_hooks import BuildHooks
 from hatch_epcontext.config.environ import PREFIX, Environment, read_environment
 from hatch_epcontext.config.paths import Finder
 from hatch_epcontext.config.resolve import Resolver
 from hatch_epcontext.config.settings import BuildSettings, Config, Model
-from hatch_epcontext.config.tables import (
-    BuildTable,
-    ModelTable,
-    RootTable,
-    TargetTable,
-    WheelTable,
-    declaration_of,
-    faults_of_key,
-)
 from hatch_epcontext.errors import HOOK, ROOT, ConfigError, Diagnosed, Key, Kind, Problem, collect
 from hatch_epcontext.serialize import from_toml
 from hatch_epcontext.text import parse_size, quoted_key, show, toml_key
 
 _TABLES = {
-    f"[{ROOT}.targets.<name>]": TargetTable,
-    f"[[{ROOT}.models]]": ModelTable,
-    f"[{ROOT}.build]": BuildTable,
-    f"[{ROOT}.wheel]": WheelTable,
-    f"[{ROOT}]": RootTable,
+    f"[{ROOT}.targets.<name>]": tables.TargetTable,
+    f"[[{ROOT}.models]]": tables.ModelTable,
+    f"[{ROOT}.build]": tables.BuildTable,
+    f"[{ROOT}.wheel]": tables.WheelTable,
+    f"[{ROOT}]": tables.RootTable,
 }
 
 _HOOK_KEYS = frozenset(
@@ -87,7 +79,7 @@ def _load(
         hint = 'The shortest configuration: models = ["models/name.onnx"] and targets.npu.provider = "qnn".'
         yield Problem(Kind.INVALID_PYPROJECT, f"[{ROOT}]", "is missing in pyproject.toml.", hint)
         return None
-    parsed, mistyped = collect(from_toml(table, RootTable, Key()))
+    parsed, mistyped = collect(from_toml(table, tables.RootTable, Key()))
     mistyped = [_with_model(_with_owner(problem), table) for problem in mistyped]
     yield from (problem for problem in mistyped if _is_selected(problem, environment))
     models, invalid = collect(Resolver(parsed, environment, finder).models())
@@ -164,11 +156,11 @@ def _check_values(table: Any, parts: tuple[str | int, ...]) -> Iterator[Problem]
     for field in dataclasses.fields(table):
         value, own = getattr(table, field.name), (*parts, toml_key(field.name))
         # What a model changes of a target needs no provider; that of a target is another check.
-        declared = declaration_of(field)
-        if declared.required and not value and not isinstance(table, TargetTable):
+        declared = tables.declaration_of(field)
+        if declared.required and not value and not isinstance(table, tables.TargetTable):
             doc = declared.doc
             yield Problem.at(Key(own), Kind.MISSING_KEY, f"is required: {doc[0].lower()}{doc[1:]}")
-        for inside, allowed, wrong in faults_of_key(field, value):
+        for inside, allowed, wrong in tables.faults_of_key(field, value):
             shown = "" if declared.is_secret else f", not {show(wrong)}"
             message = f"must be {allowed}{shown}."
             yield Problem.at(Key((*own, *inside)), Kind.INVALID_VALUE, message)
@@ -184,7 +176,7 @@ def _check_tables(value: Any, parts: tuple[str | int, ...]) -> Iterator[Problem]
             yield from _check_tables(item, (*parts, name))
 
 
-def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]:
+def _check_build(build: tables.BuildTable, environment: Environment) -> Diagnosed[None]:
     """Requirements between the keys of ``build``, including those of the environment."""
     url, key = None if environment.no_cache else build.shared_cache, Key() / "build"
     if url is not None and not (build.shared_cache_keys or url.startswith("file://")):
@@ -203,7 +195,11 @@ def _check_build(build: BuildTable, environment: Environment) -> Diagnosed[None]
 
 
 def _config(
-    root: Path, table: RootTable, build: BuildTable, models: list[Model], environment: Environment
+    root: Path,
+    table: tables.RootTable,
+    build: tables.BuildTable,
+    models: list[Model],
+    environment: Environment,
 ) -> Config:
     limit, used = build.memory_limit, {t.name for model in models for t in model.targets}
     selected = table.targets if environment.targets is None else environment.targets

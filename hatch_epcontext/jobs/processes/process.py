@@ -23,16 +23,7 @@ from hatch_epcontext.errors import (
     Problem,
     Step,
 )
-from hatch_epcontext.jobs.processes.failures import (
-    LOG_LIMIT,
-    WorkerLog,
-    by_causes,
-    failed,
-    flooded,
-    interrupted,
-    not_started,
-    too_slow,
-)
+from hatch_epcontext.jobs.processes import failures
 from hatch_epcontext.jobs.processes.running import (
     CAN_FORK,
     Fork,
@@ -198,7 +189,7 @@ class Workers:
         """
         with self._lock:
             if self.stopped:
-                raise interrupted()
+                raise failures.interrupted()
             if forked and self._is_open and CAN_FORK:
                 self._server = self._server or ForkServer(self._simulated)
                 process: WorkerProcess = Fork(self._server)
@@ -266,7 +257,7 @@ class Worker:
         label = f"{location}: {name}" if name else location
         order = Order(request.action, request, folder, workers.verbose, limit)
         line = to_json(order, indent=None)
-        log = WorkerLog(folder, label, workers.log)
+        log = failures.WorkerLog(folder, label, workers.log)
         try:
             with writing("a folder for a worker", folder):
                 folder.mkdir(parents=True)
@@ -276,25 +267,27 @@ class Worker:
             task = f"{location}: {recipe}: {action}" if recipe else f"{label}: {action}"
             message = self._exchange(line.encode(), log, task)
             if workers.stopped:
-                raise interrupted()
+                raise failures.interrupted()
             if not log.path.is_file():
                 raise AccidentError(removed_problem(folder, ""))
             if message is None:
-                raise too_slow(log, workers.timeout)
+                raise failures.too_slow(log, workers.timeout)
             word, text = message
             try:
                 if word == REPLY:
                     reply_type: type[ReplyT] = request.reply_type
                     return from_json(text, reply_type)
-                error = failed(word, text, log)
+                error = failures.failed(word, text, log)
             except ValueError as invalid:
                 reason = f"the worker's reply cannot be read: {invalid}."
                 error = CrashError(Problem(Kind.WORKER_CRASHED, "", reason))
-            raise by_causes(error, log, limit)
+            raise failures.by_causes(error, log, limit)
         except BuildError as error:
             raise error.located("" if step else location, step=step) from error
 
-    def _exchange(self, line: bytes, log: WorkerLog, label: str) -> tuple[bytes, bytes] | None:
+    def _exchange(
+        self, line: bytes, log: failures.WorkerLog, label: str
+    ) -> tuple[bytes, bytes] | None:
         """The answer to the request ``line``, or the end of the worker; None after the timeout."""
         workers, message, forked = self._workers, None, True
         start = time.monotonic()
@@ -313,14 +306,14 @@ class Worker:
                     message = self._process.answer(line, min(left, _POLL_SECONDS))
                 except (OSError, RuntimeError) as error:
                     if not forked:
-                        raise not_started(error) from error
+                        raise failures.not_started(error) from error
                     # For example, an import in the server crashes: the log of a fresh interpreter shows more.
                     # Others stay with the server.
                     self.close()
                     forked = False
                 if message is None:
-                    if log.size > LOG_LIMIT:
-                        raise flooded(log)
+                    if log.size > failures.LOG_LIMIT:
+                        raise failures.flooded(log)
                     log.forward()
         finally:
             if message is None or message[0] != REPLY:
