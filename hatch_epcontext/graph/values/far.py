@@ -82,8 +82,8 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     if not ordinary.is_open:
         larger = (*_larger(facts, uses), *_counted_on(facts, ordinary, uses, FLOAT16.largest))
         # What the range only guesses may be on either side of a threshold, and a divisor's far from it.
-        is_image = ordinary.picture or ordinary.usual is not None
-        beside = [c for c in uses.centers if not ordinary.known and (c.compared or not is_image)]
+        centers = [] if ordinary.known else uses.centers
+        beside = [center for center in centers if center.compared or not ordinary.picture]
         beyond = _around(facts, ordinary, replace(uses, centers=beside))
         return replace(ordinary, far=(*larger, *beyond))
     ordinary, uses = _around_means(facts, ordinary, uses)
@@ -120,7 +120,7 @@ def _within_integers(ordinary: Range, most: float) -> tuple[Range, tuple[Far, ..
         for span in spans
         if span[0] < span[1]
     ]
-    if not (ordinary.known and ordinary.usual is None and beyond and low < high):
+    if not (ordinary.known and beyond and low < high):
         return ordinary, ()
     return replace(ordinary, low=low, high=high, loose=True), tuple(beyond)
 
