@@ -338,7 +338,7 @@ def _constant(scope: Scope, name: str, default: float) -> Array | None:
 
 
 def _stored(
-    scope: Scope, name: str, scale: str, zero: str, axes: Sequence[int] = (-1,), block: int = 0
+    scope: Scope, name: str, scale: str, zero: str, axes: Sequence[int], block: int = 0
 ) -> Floats | None:
     """The floats of the stored integers ``name``, in the dtype of ``scale``; None if one is not stored.
 

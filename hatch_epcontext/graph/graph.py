@@ -357,6 +357,16 @@ def facts(value: onnx.ValueInfoProto) -> TensorFacts:
     return TensorFacts(value.name, dtype_name(tensor.elem_type), shape)
 
 
+def input_facts(graph: onnx.GraphProto) -> tuple[TensorFacts, ...]:
+    """Return the `facts` of the `inputs` that must be fed."""
+    return tuple(map(facts, inputs(graph)))
+
+
+def output_facts(graph: onnx.GraphProto) -> tuple[TensorFacts, ...]:
+    """Return the `facts` of the outputs."""
+    return tuple(map(facts, graph.output))
+
+
 def sizes(type_: onnx.TypeProto) -> tuple[int | None, ...] | None:
     """Return the shape of a tensor's type, with None for open dimensions; None if its rank is unknown."""
     tensor = type_.tensor_type

@@ -206,7 +206,7 @@ class Scope:
             for node in self.nodes
             if node.op_type in operators.GATHERS
         }
-        inputs = map(graph.facts, graph.inputs(self.body))
+        inputs = graph.input_facts(self.body)
         return frozenset(
             value.name for value in inputs if _is_few(value) and value.name not in indices
         )

@@ -33,7 +33,8 @@ def compile_context(
     """
     key = None if model is None else model.key
     describe = partial(describe_refused, prepared, target)
-    explainer = Explainer(target.provider, lambda: _graph(prepared), key, describe)
+    read = partial(onnx.load, prepared, load_external_data=False)
+    explainer = Explainer(target.provider, lambda: read().graph, key, describe)
     own_options = session_options or {}
     with explainer.explaining():
         try:
@@ -141,7 +142,3 @@ def _with_session(prepared: Path, session_options: ort.SessionOptions, target: T
     """Open a session whose EP itself writes the context model; no error if it compiles nothing."""
     session_options.graph_optimization_level = LEVELS[target.settings.optimization]
     open_session(prepared, session_options)
-
-
-def _graph(prepared: Path) -> onnx.GraphProto:
-    return onnx.load(prepared, load_external_data=False).graph

@@ -29,7 +29,7 @@ from hatch_epcontext.worker.source import on_conditions
 DescribeRefused: TypeAlias = Callable[[], tuple[str, tuple[str, ...]]]
 """Says in a sentence which nodes an EP refuses, and gives their names; both are empty if it is unknown."""
 
-_CHANGE = "Change the model there, or keep only the part before or after it with cut (not tried)."
+CHANGE = "Change the model there, or keep only the part before or after it with cut (not tried)."
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Explainer:
         """The error of a graph that ONNX Runtime or the EP's compiler refuses, if a node is known."""
         settings: tuple[Setting, ...] = ()
         if words := self.provider.error_in_words(message):
-            hint = _CHANGE
+            hint = CHANGE
             if decides := on_conditions(self.graph_of(), self.key):
                 # The node may be in a branch that never runs.
                 hint, settings = f"{decides[0]} Or: {hint[0].lower()}{hint[1:]}", decides[1]
@@ -98,7 +98,7 @@ class Explainer:
             # The nodes that it leaves to the CPU may cause the failure: by a type that they pass on.
             reason = message.rsplit(" : ", 1)[-1].strip().rstrip(".")
             words = f"{self.provider.ep} failed: {reason}. {sentence}"
-            return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, _CHANGE, nodes=nodes))
+            return LibraryError(Problem(Kind.COMPILE_FAILED, "", words, CHANGE, nodes=nodes))
         return None
 
     def nothing_compiled(self) -> RefusedError:

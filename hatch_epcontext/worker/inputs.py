@@ -60,18 +60,19 @@ def check_inputs(
                 raise ModelError(problem) from None
             raise
         return
+    key = _key(model)
     for tensor in sized(inputs, model):
         try:
             numpy_dtype(tensor.dtype)
         except TypeError:
             message = f"the input {tensor.name!r} has the dtype {tensor.dtype}, which cannot be generated."
-            raise _invalid(model, message, "Give an .npz with an array for each input.") from None
+            raise _invalid(key, message, "Give an .npz with an array for each input.") from None
         if math.prod(size if isinstance(size, int) else 1 for size in tensor.sizes) > _MAX_VALUES:
             message = (
                 f"the input {tensor.name!r} ({tensor.shape_text}) is too large to be generated."
             )
             settings = (Setting(model.key_of(name)) for name in ("dims", "shapes"))
-            raise _invalid(model, message, "Check the sizes of the model's inputs.", *settings)
+            raise _invalid(key, message, "Check the sizes of the model's inputs.", *settings)
 
 
 def _other_sizes(
@@ -214,8 +215,8 @@ def _key(model: Model) -> Key:
     return model.key / "validate" / "inputs"
 
 
-def _invalid(model: Model, message: str, hint: str | None = None, *settings: Setting) -> ModelError:
-    return ModelError(Problem.at(_key(model), Kind.INVALID_INPUTS, message, hint, *settings))
+def _invalid(key: Key, message: str, hint: str | None = None, *settings: Setting) -> ModelError:
+    return ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint, *settings))
 
 
 def read_samples(
@@ -244,7 +245,7 @@ def _files(path: Path, key: Key) -> list[Path]:
     if not files:
         message = f"{path.name} has no sample: no .npz."
         hint = "Save one .npz for each sample, with an array for each input: numpy.savez."
-        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
+        raise _invalid(key, message, hint)
     return sorted(files, key=_natural)
 
 
@@ -262,7 +263,7 @@ def _split(
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{number} for {name!r}" for name, number in counts.items())
         message = f"{file.name} has different numbers of samples for its inputs: {listed}."
-        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message))
+        raise _invalid(key, message)
     for index in range(next(iter(counts.values()), 1)):
         yield {name: of_input[index] for name, of_input in parts.items()}
 
@@ -274,7 +275,7 @@ def _parts(
     if tensor.name not in arrays:
         message = f"{file.name} has no array for the input {tensor.name!r}."
         hint = f"It has: {', '.join(sorted(arrays)) or 'none'}."
-        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
+        raise _invalid(key, message, hint)
     array, dtype = arrays[tensor.name], numpy_dtype(tensor.dtype)
     # NumPy keeps the bytes of types that it lacks.
     if is_extended(dtype) and array.dtype == np.dtype(f"V{dtype.itemsize}"):
@@ -295,7 +296,7 @@ def _parts(
         f"takes {tensor.dtype} {tensor.shape_text or 'no dimensions'}."
     )
     hint = "Save arrays in the shapes of the model's inputs, or several of them along a first axis."
-    raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint))
+    raise _invalid(key, message, hint)
 
 
 _UNREADABLE = (
@@ -319,7 +320,7 @@ def _read_npz(path: Path, key: Key, names: Container[str] | None = None) -> dict
     # Reading a pipe may not end.
     if rejection := unreadable(path):
         message = f"{path.name} {rejection.message}"
-        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, rejection.hint))
+        raise _invalid(key, message, rejection.hint)
     try:
         # Opened here, because NumPy does not close a file that it cannot read.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
@@ -334,7 +335,7 @@ def _read_npz(path: Path, key: Key, names: Container[str] | None = None) -> dict
             # NumPy treats any other file as a pickle.
             message = f"{path.name} is not an .npz file."
         hint = "Save it with numpy.savez, with an array for each input."
-        raise ModelError(Problem.at(key, Kind.INVALID_INPUTS, message, hint)) from None
+        raise _invalid(key, message, hint) from None
     # NumPy's strings have a fixed length; ONNX Runtime needs Python's.
     return {n: a.astype(object) if a.dtype.kind == "U" else a for n, a in arrays.items()}
 

@@ -45,7 +45,7 @@ def write_quantized(source: Path, result: Path, request: PrepareRequest) -> str:
         message = "the model is quantized already."
         hint = "Remove quantize: static quantization is compiled as it is; dequantize undoes a dynamic one."
         raise ModelError(Problem.at(key, Kind.NOT_APPLICABLE, message, hint))
-    inputs = [graph.facts(value) for value in graph.inputs(onnx_model.graph)]
+    inputs = graph.input_facts(onnx_model.graph)
     named_samples = read_samples(Path(request.calibration), inputs, key / "inputs")
     data = _CalibrationReader(sample for _, sample in named_samples)
     fused = result.with_name("fused.onnx")

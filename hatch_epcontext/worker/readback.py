@@ -37,8 +37,8 @@ def read_optimized(name: str, result: Path, provider: Provider) -> Context:
     return Context(
         model=name,
         model_file=result.name,
-        inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
-        outputs=tuple(map(graph.facts, model.graph.output)),
+        inputs=graph.input_facts(model.graph),
+        outputs=graph.output_facts(model.graph),
         coverage=coverage,
     )
 
@@ -78,7 +78,7 @@ def _read_context(
     _check_data(onnx_model, result, model, provider)
     uncovered = [n for n in graph.compute_nodes(onnx_model.graph) if n.op_type != graph.CONTEXT_OP]
     total = len(graph.compute_nodes(source.graph))
-    fixed = all(graph.facts(value).is_fixed for value in graph.inputs(source.graph))
+    fixed = all(tensor.is_fixed for tensor in graph.input_facts(source.graph))
     open_values = _open_values(source) if uncovered and fixed else frozenset()
     lacking = _lacking_ends(onnx_model.graph, provider)
     facts = tuple(
@@ -95,8 +95,8 @@ def _read_context(
     return Context(
         model=model.name,
         model_file=result.name,
-        inputs=tuple(map(graph.facts, graph.inputs(onnx_model.graph))),
-        outputs=tuple(map(graph.facts, onnx_model.graph.output)),
+        inputs=graph.input_facts(onnx_model.graph),
+        outputs=graph.output_facts(onnx_model.graph),
         coverage=Coverage(
             nodes=total,
             compiled=max(total - len(uncovered), 0),
@@ -121,7 +121,7 @@ def _lacking_ends(main: onnx.GraphProto, provider: Provider) -> Mapping[str, fro
 
     It casts those of types that the EP lacks, such as float64, and reshapes those of many dimensions.
     """
-    ends = [*map(graph.facts, (*graph.inputs(main), *main.output))]
+    ends = (*graph.input_facts(main), *graph.output_facts(main))
     most = provider.max_rank
     typed = frozenset(end.name for end in ends if end.dtype in provider.lacks_dtypes)
     high = frozenset(end.name for end in ends if most is not None and len(end.sizes) > most)

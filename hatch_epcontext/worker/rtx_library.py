@@ -37,6 +37,7 @@ from hatch_epcontext.graph.facts import PROTOBUF_LIMIT
 from hatch_epcontext.providers import HEADER, CompilerLibrary, Profile
 from hatch_epcontext.providers.tensorrt_rtx import engine_size, sdk_version
 from hatch_epcontext.text import listing
+from hatch_epcontext.worker.explaining import CHANGE
 
 _MAX_NODES = 20
 """The most nodes that a message names."""
@@ -248,7 +249,7 @@ def _change(fused: Sequence[onnx.NodeProto], target: Target, model: Model | None
     if any(node.op_type.endswith("Attention") for node in fused):
         # Each layer has one: no part is left.
         return f"{_OF_THE_EP} Or change the model there (not tried)."
-    return "Change the model there, or keep only the part before or after it with cut (not tried)."
+    return CHANGE
 
 
 def _not_parsed(parser: Any, hint: str) -> Problem:
@@ -275,8 +276,7 @@ def _not_built(reasons: Sequence[str], target: Target, fused: Sequence[onnx.Node
 
 def _other_tensors(network: Any, source: onnx.GraphProto) -> Iterator[Problem]:
     """The inputs and outputs that the library's network has otherwise than the model."""
-    values = (*graph.inputs(source), *source.output)
-    expected = [*map(graph.facts, values)]
+    expected = (*graph.input_facts(source), *graph.output_facts(source))
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     outputs = [network.get_output(index) for index in range(network.num_outputs)]
     actual = {tensor.name: tensor for tensor in (*inputs, *outputs)}

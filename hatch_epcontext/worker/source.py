@@ -218,15 +218,9 @@ def _fix_constants(main: onnx.GraphProto, model: Model) -> Iterator[Problem]:
 
 def _sizes(main: onnx.GraphProto, model: Model) -> Diagnosed[dict[str, int]]:
     """Return the sizes of all named dimensions that dims and shapes fix, and yield what does not fit."""
-    by_name = {value.name: value for value in graph.inputs(main)}
-    known_dims = list(
-        dict.fromkeys(
-            size
-            for value in by_name.values()
-            for size in graph.facts(value).sizes
-            if isinstance(size, str)
-        )
-    )
+    by_name = {tensor.name: tensor for tensor in graph.input_facts(main)}
+    sizes = (size for tensor in by_name.values() for size in tensor.sizes)
+    known_dims = [*dict.fromkeys(size for size in sizes if isinstance(size, str))]
     for name in model.dims.keys() - known_dims:
         yield unknown_name(model.key_of("dims") / name, name, "open dimension", known_dims)
     dims = dict(model.dims)
@@ -235,7 +229,7 @@ def _sizes(main: onnx.GraphProto, model: Model) -> Diagnosed[dict[str, int]]:
         if name not in by_name:
             yield unknown_name(key, name, "input", list(by_name))
             continue
-        facts = graph.facts(by_name[name])
+        facts = by_name[name]
         if not facts.takes(shape):
             message = (
                 f"the shape {list(shape)} does not fit the input, which has the shape "
@@ -323,7 +317,7 @@ def _source_failed(model: Model, fixed: onnx.ModelProto, error: Exception) -> Pr
             "Export it anew, or convert it with onnx.version_converter (not tried)."
         )
         return Problem.at(model.key, Kind.SOURCE_FAILED, message, hint)
-    inputs = [graph.facts(value) for value in graph.inputs(fixed.graph)]
+    inputs = graph.input_facts(fixed.graph)
     if unsized := [tensor for tensor in sized(inputs, model) if not tensor.is_fixed]:
         names = listing(repr(tensor.name) for tensor in unsized)
         message += f"\nOpen dimensions of {names} have no size in the configuration, and get 1."

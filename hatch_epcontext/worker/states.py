@@ -63,8 +63,8 @@ def state_pairs(model: onnx.ModelProto, configured: Mapping[str, str], key: Key)
     ``configured``: those of the user, at ``key``; without any, the states of LSTM, GRU and RNN layers, or
     pairs with such names: ``"state"`` and ``"stateN"``. Raises ModelError when one of these is invalid.
     """
-    inputs = {value.name: graph.facts(value) for value in graph.inputs(model.graph)}
-    outputs = {value.name: graph.facts(value) for value in model.graph.output}
+    inputs = {tensor.name: tensor for tensor in graph.input_facts(model.graph)}
+    outputs = {tensor.name: tensor for tensor in graph.output_facts(model.graph)}
     ModelError.check(_check(configured, inputs, outputs, key))
     if configured:
         return dict(configured)

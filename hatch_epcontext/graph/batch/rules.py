@@ -314,14 +314,14 @@ def _recurrent(call: Call) -> Batch | Sequence[Batch]:
     return Batch(0 if is_first else 2, inner), last, last
 
 
-def _matmul(first: int = 0, second: int = 1, parameters: Sequence[int] = ()) -> Rule:
-    """A product of the operands ``first`` and ``second``. ``parameters``: operands that belong to rows of the
+def _matmul(second: int = 1, parameters: Sequence[int] = ()) -> Rule:
+    """A product of the first operand and ``second``. ``parameters``: operands that belong to rows of the
     first one or of the result, unless they are one number.
     """
 
     def rule(call: Call) -> Batch:
-        one, other = call.shapes[first], call.shapes[second]
-        own, batches = (len(one), len(other)), (call.batches[first], call.batches[second])
+        one, other = call.shapes[0], call.shapes[second]
+        own, batches = (len(one), len(other)), (call.batches[0], call.batches[second])
         rank = len(call.results[0])
         before = rank - (own[0] > 1) - (own[1] > 1)
         results = set()
@@ -344,7 +344,7 @@ def _matmul(first: int = 0, second: int = 1, parameters: Sequence[int] = ()) -> 
             is_parameter = number in parameters and call.node.input[number]
             if is_parameter and math.prod(map(_size, call.shapes[number])) != 1:
                 return MIXED
-            if operand and number not in (first, second):
+            if operand and number not in (0, second):
                 return MIXED
         return batch
 

@@ -39,9 +39,9 @@ _MAX_DEPTH = 3
 """How many products within each other are followed."""
 
 
-def _numbers(node: onnx.NodeProto, scope: Scope) -> tuple[str, list[Numbers]]:
-    """A value, and the stored numbers by which ``node`` and those before it multiply it, in order."""
-    name, numbers = node.output[0], dict[str, Numbers]()
+def _numbers(name: str, scope: Scope) -> tuple[str, list[Numbers]]:
+    """A value, and the stored numbers by which nodes multiply it to make ``name``, in order."""
+    numbers = dict[str, Numbers]()
     while (maker := scope.maker(name, "Div", "Mul")) is not None:
         step = step_of(maker, scope)
         # In an invalid graph a value may depend on itself.
@@ -54,7 +54,7 @@ def _numbers(node: onnx.NodeProto, scope: Scope) -> tuple[str, list[Numbers]]:
 
 def _is_smaller_product(node: onnx.NodeProto, scope: Scope, bits: int) -> bool:
     """Whether numbers make a product, or a sum of products, smaller by so many powers of two."""
-    value, numbers = _numbers(node, scope)
+    value, numbers = _numbers(node.output[0], scope)
     number = np.asarray(math.prod(numbers))
     if number.max() > 2.0**-bits or number.min() <= 0:
         return False
@@ -67,7 +67,7 @@ def _is_smaller_product(node: onnx.NodeProto, scope: Scope, bits: int) -> bool:
 
 def _has_other_unit(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether numbers multiply a value by more on the way than together, or make a product much smaller."""
-    numbers = _numbers(node, scope)[1]
+    numbers = _numbers(node.output[0], scope)[1]
     sizes = (float(np.abs(number).max()) for number in numbers)
     *before, last = itertools.accumulate(sizes, operator.mul, initial=1.0)
     is_larger = max(before, default=0.0) > _OVERSHOOT * max(last, 1.0)
@@ -92,7 +92,7 @@ def _summed_factors(name: str, scope: Scope) -> tuple[str, str] | None:
 
 def _product(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The product of a value and one number in place of several, or of smaller factors."""
-    value, numbers = _numbers(node, scope)
+    value, numbers = _numbers(node.output[0], scope)
     number, total = np.asarray(math.prod(numbers)), scope.maker(value)
     if not _is_smaller_product(node, scope, _FEWEST_BITS) or total is None:
         return [builder.add("Mul", value, builder.number(number))]
@@ -135,8 +135,7 @@ def _leaves(value: str, scope: Scope, depth: int = _MAX_DEPTH) -> list[str]:
 
 def _scaled(factor: str, number: Numbers, scope: Scope, builder: Builder) -> str:
     """``factor`` times ``number``, and in one product with numbers that multiply it before."""
-    maker = scope.maker(factor)
-    value, numbers = (factor, []) if maker is None else _numbers(maker, scope)
+    value, numbers = _numbers(factor, scope)
     return builder.add("Mul", value, builder.number(math.prod(numbers) * number))
 
 
@@ -154,10 +153,9 @@ def _may_overflow(node: onnx.NodeProto, scope: Scope) -> bool:
 
 def _numerator(node: onnx.NodeProto, scope: Scope) -> tuple[str, Numbers] | None:
     """A value and the number by which it is multiplied before ``node``, a Div, divides it by another one."""
-    product = scope.maker(node.input[0])
-    if product is None or scope.constant(node.input[1]) is not None:
+    if scope.constant(node.input[1]) is not None:
         return None
-    value, numbers = _numbers(product, scope)
+    value, numbers = _numbers(node.input[0], scope)
     number = np.asarray(math.prod(numbers))
     is_larger = numbers and np.abs(number).min() >= 2.0**_FEWEST_BITS
     return (value, number) if is_larger and is_read_once(node.input[0], scope) else None

@@ -160,11 +160,9 @@ def _limited_operands(node: onnx.NodeProto, scope: Scope) -> list[int]:
     return numbers
 
 
-def _has_limited_operands(node: onnx.NodeProto, scope: Scope) -> bool:
-    return bool(_limited_operands(node, scope))
-
-
-@corrects("comparison", *_COMPARISONS, applies=_has_limited_operands)
+@corrects(
+    "comparison", *_COMPARISONS, applies=lambda node, scope: bool(_limited_operands(node, scope))
+)
 def _limit_operands(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """The same of what is larger up to the end of float16, and of what is smaller from the other end on."""
     operands = [*node.input]

@@ -36,11 +36,11 @@ _NOT_TRANSPOSED = (onnx.TensorProto.INT64, onnx.TensorProto.UINT8)
 """Types of outputs that an EP writes wrong from a Transpose, or whose Transpose it refuses."""
 
 
-def _has_ends(node: onnx.NodeProto, scope: Scope) -> bool:
-    return bool(_outputs_to_keep(scope.body))
-
-
-@corrects("transposed-outputs", *_MOVED_PAST, applies=_has_ends)
+@corrects(
+    "transposed-outputs",
+    *_MOVED_PAST,
+    applies=lambda node, scope: bool(_outputs_to_keep(scope.body)),
+)
 def _transposed_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A node behind which no Transpose can be moved, after one with an int64 or uint8 output of the graph:
     an Expand to its own shape, or for uint8 a Cast of a single dimension.

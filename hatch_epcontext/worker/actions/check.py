@@ -44,18 +44,18 @@ def _check_model(model: Model) -> ModelFacts:
     announce(f"reading {model.path.name}")
     onnx_model = source.read_source(model.path, model.key)
     data = source.data_of(onnx_model, model.path, model.key)
-    own_inputs = _inputs(onnx_model)
-    own_outputs = tuple(map(graph.facts, onnx_model.graph.output))
+    own_inputs = graph.input_facts(onnx_model.graph)
+    own_outputs = graph.output_facts(onnx_model.graph)
     ModelError.check(check_caches(model, own_inputs))
     model = with_cache_sizes(model, own_inputs)
     source.fix_constants(onnx_model, model)
     optional = tuple(value.name for value in graph.optional_inputs(onnx_model))
     source.fix_defaults(onnx_model)
-    open_inputs = _inputs(onnx_model)
+    open_inputs = graph.input_facts(onnx_model.graph)
     if model.static_shapes:
         source.fix_shapes(onnx_model, model)
-    inputs = _inputs(onnx_model)
-    outputs = tuple(map(graph.facts, onnx_model.graph.output))
+    inputs = graph.input_facts(onnx_model.graph)
+    outputs = graph.output_facts(onnx_model.graph)
     no_tensors = [tensor.name for tensor in outputs if tensor.dtype.endswith("_type")]
     cut = cut_around(Scope.of(onnx_model), no_tensors) if no_tensors else None
     outputs_problems = [*_check_types(outputs, "output", model, _cut_settings(cut, model))]
@@ -80,7 +80,7 @@ def _check_model(model: Model) -> ModelFacts:
     hopeless = [problem for problem in of_nodes if not problem.settings]
     problems += hopeless or outputs_problems or of_nodes
     ModelError.check(problems)
-    source.check_ranges(map(graph.facts, graph.inputs(onnx_model.graph)), model)
+    source.check_ranges(graph.input_facts(onnx_model.graph), model)
     state_pairs(onnx_model, model.validate.states, model.key / "validate" / "states")
     # Before anything is compiled.
     check_inputs(inputs, model, open_inputs)
@@ -176,10 +176,6 @@ def _cut_settings(cut: Cut | None, model: Model) -> tuple[Setting, ...]:
         return ()
     ends = {"inputs": [*cut.inputs], "outputs": [*cut.outputs]}
     return (Setting(model.key / "cut", {end: names for end, names in ends.items() if names}),)
-
-
-def _inputs(model: onnx.ModelProto) -> tuple[TensorFacts, ...]:
-    return tuple(map(graph.facts, graph.inputs(model.graph)))
 
 
 def _check_types(

@@ -181,7 +181,7 @@ def _compile_buffers(request: CompileRequest, buffers: Mapping[str, str]) -> Non
     """Write the context model of the request's only model, with the compiled blob inside."""
     (path,), provider = map(Path, request.prepared), request.target.provider
     source = read_source(path, None)
-    tensors = [t for t in map(graph.facts, graph.inputs(source.graph)) if not t.is_fixed]
+    tensors = [t for t in graph.input_facts(source.graph) if not t.is_fixed]
     if provider.static_shapes and tensors:
         message = open_dimension_message(tensors, provider.ep)
         raise ModelError(Problem(Kind.OPEN_DIMENSION, "", message, "Give the model fixed shapes."))

@@ -24,8 +24,8 @@ def handle(request: InspectRequest) -> InspectReply:
     operators = Counter(graph.operator(n) for n in nodes if n.op_type != graph.CONTEXT_OP)
     inside, outside = external.in_and_outside(model, path)
     return InspectReply(
-        inputs=tuple(map(graph.facts, graph.inputs(model.graph))),
-        outputs=tuple(map(graph.facts, model.graph.output)),
+        inputs=graph.input_facts(model.graph),
+        outputs=graph.output_facts(model.graph),
         opsets={opset.domain or "ai.onnx": opset.version for opset in model.opset_import},
         operators=dict(operators.most_common()),
         contexts=tuple(_context(node, path) for node in contexts),

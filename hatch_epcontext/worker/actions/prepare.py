@@ -100,7 +100,7 @@ def handle(request: PrepareRequest) -> Prepared:
         path=str(result),
         ranges=expected.facts.ranges
         if expected
-        else ranges_for(folded, [*map(graph.facts, graph.inputs(onnx_model.graph))], model),
+        else ranges_for(folded, graph.input_facts(onnx_model.graph), model),
         reference=outputs_path,
         applicable=applicable(prepared, types),
         unrolls=unrolls(prepared),
@@ -224,7 +224,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto
     # onnx, with which the quantizer reads the model, rejects external data with several hard links.
     copy = shutil.copyfile if request.quantize is not None or moves else link_or_copy
     put_files(data, source.parent, folder, copy)
-    check_ranges(map(graph.facts, graph.inputs(onnx_model.graph)), model)
+    check_ranges(graph.input_facts(onnx_model.graph), model)
     fix_inputs(onnx_model, model)
     inference.infer_anew(onnx_model, lambda model, names: types_of_runtime(model, source, names))
     separate_outputs(onnx_model)

@@ -31,7 +31,7 @@ def handle(request: SuggestRequest) -> SuggestReply:
 
 def _batches(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
     """The axes of open batches of the inputs of ``model``."""
-    inputs, states = [*map(graph.facts, graph.inputs(model.graph))], first_states(model.graph)
+    inputs, states = graph.input_facts(model.graph), first_states(model.graph)
 
     def axes(facts: TensorFacts) -> Iterator[int]:
         for axis, size in enumerate(facts.sizes):
@@ -50,7 +50,7 @@ def _batches(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
 
 def _constants(model: onnx.ModelProto) -> Iterator[SuggestedConstant]:
     """The inputs that can be constants, with their values: lengths, and inputs that choose a branch."""
-    inputs = [graph.facts(value) for value in graph.inputs(model.graph)]
+    inputs = graph.input_facts(model.graph)
     ranges = input_ranges(inference.inferred(model), inputs)
     scope = Scope(model.graph, nested=True)
     conditions = [graph.operand(node, 0) for node in scope.nodes if node.op_type == "If"]
