@@ -278,8 +278,7 @@ def applies(fault: Fault, node: onnx.NodeProto, scope: Scope) -> bool:
     texts = {name: graph.text(node, name) for name in names}
     if not fault.concerns(graph.operator(node), len(node.input), texts):
         return False
-    dtype = scope.dtype(node.input[fault.operand])
-    if fault.whole != (dtype is not None and dtype.kind in "iu"):
+    if fault.whole != scope.is_whole(node.input[fault.operand]):
         return False
     stored = scope.constant(node.input[fault.operand]) if fault.computed else None
     if stored is not None and stored.size == 1:

@@ -277,6 +277,15 @@ class Scope:
         except KeyError:
             return None
 
+    def kind(self, name: str) -> str:
+        """NumPy's letter for the kind of a value's `dtype`, such as ``"f"`` for floats; empty without one."""
+        dtype = self.dtype(name)
+        return "" if dtype is None else dtype.kind
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a value has integers."""
+        return self.kind(name) in ("i", "u")
+
 
 def _known(value: T | None, reason: str) -> T:
     """``value``; raises UnknownError for the ``reason`` if there is none."""

@@ -57,8 +57,7 @@ def _is_safe(node: onnx.NodeProto, scope: Scope) -> bool:
     if node.domain or None in results:
         return False
     if node.op_type in _OF_FLOATS:
-        dtypes = [scope.dtype(name) for name in node.input]
-        return all(dtype is not None and dtype.kind == "f" for dtype in dtypes)
+        return all(scope.kind(name) == "f" for name in node.input)
     operands = {**operators.SIZES_FROM, **operators.FAILS_ON}.get(node.op_type, (0,))
     names = node.input[1:] if operands else ()
     return 0 not in operands and all(scope.constant(name) is not None for name in names if name)

@@ -205,8 +205,8 @@ def _loop(node: onnx.NodeProto, body: onnx.GraphProto, scope: Scope, builder: Bu
     reads = [*_reads(body, fixed, scope)]
     if not reads:
         raise _NoCellError("it reads no items of a value with a fixed shape")
-    dtypes = {s: scope.dtype(s.start) for s in states if s.own not in fixed}
-    counters = [s.next for s, dtype in dtypes.items() if dtype is not None and dtype.kind != "f"]
+    kinds = {s: scope.kind(s.start) for s in states if s.own not in fixed}
+    counters = [s.next for s, kind in kinds.items() if kind not in ("", "f")]
     wanted = [*(gather.input[1] for gather, _, _, _ in reads), *counters]
     longest = max(shape[axis] for _, _, axis, shape in reads)
     counted = trip_count(node, body, scope, builder, longest, wanted)

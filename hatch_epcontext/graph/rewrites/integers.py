@@ -5,8 +5,6 @@ Each is for all values that the graph does not prove to be right: see `values.in
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx
 
@@ -33,15 +31,9 @@ _FIRST_FACTOR = 2.0**-12
 """Reciprocals of larger divisors have few bits in float16: they become two factors."""
 
 
-def _dtype(node: onnx.NodeProto, operand: int, scope: Scope) -> np.dtype[Any] | None:
-    """The dtype of an operand, if it has integers, or None."""
-    dtype = scope.dtype(graph.operand(node, operand))
-    return dtype if dtype is not None and dtype.kind in "iu" else None
-
-
 def _is_rounded_down(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether a Div may have a negative result that is rounded: QNN shifts to divide by powers of two."""
-    if _dtype(node, 0, scope) is None:
+    if not scope.is_whole(node.input[0]):
         return False
     low, least = (limits(name, scope)[0] for name in node.input)
     divisors = scope.constant(node.input[1])
@@ -72,7 +64,7 @@ def _truncate(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 def _is_large(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether a Mod may have operands that are not small."""
     values = (limits(name, scope) for name in node.input)
-    return _dtype(node, 0, scope) is not None and any(
+    return scope.is_whole(node.input[0]) and any(
         max(-low, high) > _MAX_OF_MODULO for low, high in values
     )
 
@@ -104,14 +96,12 @@ def _modulo(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
 def _is_truth(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether a Cast makes a boolean of integers, of which some may be negative."""
     is_bool = graph.attribute(node, "to", 0) == onnx.TensorProto.BOOL
-    return is_bool and _dtype(node, 0, scope) is not None and limits(node.input[0], scope)[0] < 0
+    return is_bool and scope.is_whole(node.input[0]) and limits(node.input[0], scope)[0] < 0
 
 
 @corrects("truth", "Cast", applies=_is_truth)
 def _truth(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    dtype = _dtype(node, 0, scope)
-    zero = builder.store(np.zeros((), dtype))
-    return [builder.add("Not", builder.add("Equal", node.input[0], zero))]
+    return [builder.add("Not", builder.add("Equal", node.input[0], builder.number(0)))]
 
 
 _BYTES = 256
@@ -122,11 +112,12 @@ _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 
 def _is_of_bytes(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether a Cast makes floats of uint8, or uint8 of integers that may be none."""
-    to = graph.attribute(node, "to", 0)
-    dtype = _dtype(node, 0, scope) if to in (*_FLOATS, onnx.TensorProto.UINT8) else None
-    if dtype is None or to in _FLOATS:
-        return dtype == np.uint8
-    low, high = limits(node.input[0], scope)
+    value, to = node.input[0], graph.attribute(node, "to", 0)
+    if to in _FLOATS:
+        return scope.dtype(value) == np.uint8
+    if to != onnx.TensorProto.UINT8 or not scope.is_whole(value):
+        return False
+    low, high = limits(value, scope)
     return low < 0 or high >= _BYTES
 
 
@@ -165,8 +156,7 @@ def _counts_from_end(node: onnx.NodeProto, scope: Scope) -> bool:
 def _indices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """Indices from 0, without those from the end of an axis."""
     sizes, name = scope.shape(node.input[0]), graph.operand(node, 1)
-    dtype = _dtype(node, 1, scope)
-    if builder.opset < COMPARING or sizes is None or dtype is None:
+    if builder.opset < COMPARING or sizes is None or not scope.is_whole(name):
         return None
     indexed: tuple[int, ...] | int = sizes[graph.number(node, "axis", 0)] if sizes else 0
     if node.op_type == "ScatterND":
@@ -174,7 +164,7 @@ def _indices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         if depth is None:
             return None
         indexed = sizes[:depth]
-    index = builder.from_start(name, np.array(indexed, dtype))
+    index = builder.from_start(name, np.array(indexed, scope.dtype(name)))
     results = builder.add_like(node, node.op_type, [node.input[0], index, *node.input[2:]])
     # Other rewrites, which come first, find it by its name if an EP refuses it.
     builder.nodes[-1].name = node.name

@@ -45,9 +45,7 @@ def _power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     number = number_beside(value, scope.origin(name, ("Cast", "Identity")), scope)
     if number == 2:
         return [builder.add("Mul", value, value)]
-    dtype = scope.dtype(value)
-    is_float = dtype is not None and dtype.kind == "f"
-    return [builder.add("Sqrt", value)] if number == 0.5 and is_float else None
+    return [builder.add("Sqrt", value)] if number == 0.5 and scope.kind(value) == "f" else None
 
 
 @corrects("clip-inputs", "Clip")
@@ -133,9 +131,9 @@ def _lost(number: float) -> float:
 def _is_quotient(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether floats are divided by computed ones, which are not scaled yet."""
     divisor = node.input[-1]
-    dtype, product = scope.dtype(divisor), scope.maker(divisor, "Mul")
-    if dtype is None or dtype.kind != "f" or scope.constant(divisor) is not None:
+    if scope.kind(divisor) != "f" or scope.constant(divisor) is not None:
         return False
+    product = scope.maker(divisor, "Mul")
     return product is None or scope.maker(product.input[-1], "Where") is None
 
 
@@ -151,13 +149,12 @@ def _scaled_division(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Ou
 
 def _limited_operands(node: onnx.NodeProto, scope: Scope) -> list[int]:
     """The numbers of the operands of a comparison that may be beyond the end of float16."""
-    numbers = []
-    for number, name in enumerate(node.input):
-        dtype, origin = scope.dtype(name), scope.origin(name, operators.RESHAPING)
-        is_float = dtype is not None and dtype.kind == "f"
-        if is_float and scope.maker(origin, *_UNLIMITED) is not None:
-            numbers.append(number)
-    return numbers
+    return [
+        number
+        for number, name in enumerate(node.input)
+        if scope.kind(name) == "f"
+        and scope.maker(scope.origin(name, operators.RESHAPING), *_UNLIMITED) is not None
+    ]
 
 
 @corrects(
