@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from hatch_epcontext.config.genai_config import GENAI_CONFIG, Genai, special_ids
 from hatch_epcontext.errors import Kind, ModelError, Problem
 from hatch_epcontext.frozen import dataclass
+from hatch_epcontext.worker.libraries import library_of
 from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.requests import ConverseRequest
 from hatch_epcontext.worker.results import NOTHING, Answer
-from hatch_epcontext.worker.session import library_of
 
 _TOKENS = 4
 """The tokens after each prompt."""

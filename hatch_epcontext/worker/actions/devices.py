@@ -11,7 +11,7 @@ import onnxruntime as ort
 from hatch_epcontext.errors import UnavailableError
 from hatch_epcontext.providers import PROVIDERS, MissingLibrary, Plugin, Provider
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker import session
+from hatch_epcontext.worker import libraries, session
 from hatch_epcontext.worker.requests import Devices, DevicesReply, DevicesRequest, EpDevice, Runtime
 
 
@@ -37,8 +37,8 @@ def _list_devices(provider: Provider, runtime: Runtime, compatibility: Sequence[
             # Such an EP does not list its devices before a session is opened.
             return Devices((EpDevice(provider.ep, "", f"{provider.ep} loads"),))
         # As apps do.
-        session.preload()
-        session.register(provider.plugin, provider.ep)
+        libraries.preload()
+        libraries.register(provider.plugin, provider.ep)
     except UnavailableError as error:
         problem = error.problems[0]
         reason = "\n".join(filter(None, [problem.message, problem.advice()]))
@@ -83,10 +83,10 @@ def _missing_in_package(plugin: Plugin) -> list[str]:
     are needed only for devices that this machine may lack, and that the EP does not offer then.
     """
     needed: dict[MissingLibrary, list[str]] = {}
-    library = Path(session.library_of(plugin))
+    library = Path(libraries.library_of(plugin))
     for path in sorted(library.parent.glob(f"*{library.suffix}")):
         # Not the error of the NPU's own libraries, which are for another processor.
-        for lacking in session.missing_for(path):
+        for lacking in libraries.missing_for(path):
             if not lacking.is_driver:
                 needed.setdefault(lacking, []).append(path.name)
     return [

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from hatch_epcontext.providers import Plugin
 from hatch_epcontext.worker.actions.devices import describe_devices
+from hatch_epcontext.worker.libraries import load
 from hatch_epcontext.worker.requests import Devices, LibraryRequest
-from hatch_epcontext.worker.session import incompatibilities, load
+from hatch_epcontext.worker.session import incompatibilities
 
 _AFFIXES = re.compile(r"^(lib)?(onnxruntime_(providers_|ep_)?)?|(_ep)?(_plugin)?$")
 """What a library's name has around that of its EP."""

@@ -9,8 +9,9 @@ import onnx.parser
 import onnxruntime as ort
 
 from hatch_epcontext.graph import graph
+from hatch_epcontext.worker.libraries import load, preload
 from hatch_epcontext.worker.requests import Trial, TrialRequest
-from hatch_epcontext.worker.session import LEVELS, load, open_session, preload
+from hatch_epcontext.worker.session import LEVELS, open_session
 
 _OLDEST = 13
 """The oldest opset of a trial."""
