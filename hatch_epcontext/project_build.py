@@ -153,30 +153,25 @@ class ProjectBuild:
         self, config: Config, project: ProjectMetadata, output: PurePosixPath, packed: Tree
     ) -> tuple[Result, Bundle]:
         """Compile all models, and make the package for ``output`` in the wheel, beside what is ``packed``."""
+        from hatch_epcontext.package import wheel
         from hatch_epcontext.package.bundle import bundle
-        from hatch_epcontext.package.wheel import (
-            check_models,
-            loose_bounds,
-            repeated_models,
-            unused_platforms,
-        )
 
         installing, own = self._companions(config, project, output), config.of_wheel()
         if installing:
             names = listing(config.companions)
             self.terminal.info(f"left to companion wheels (epcontext companions): {names}")
-        if line := unused_platforms(own):
+        if line := wheel.unused_platforms(own):
             self.terminal.info(line)
-        if line := check_models(own):
+        if line := wheel.check_models(own):
             self.terminal.warn(line)
         about = project.dependencies, project.requires_python
-        for line in loose_bounds(config.targets, *about):
+        for line in wheel.loose_bounds(config.targets, *about):
             self.terminal.warn(line)
         staging = self.temp_dir()
         result = self.compile(own, project, staging)
         modules = _modules(config, project, output)
         package = bundle(result, staging, modules, None, installing)
-        if warning := repeated_models(result, packed, self.backend_name, self.root):
+        if warning := wheel.repeated_models(result, packed, self.backend_name, self.root):
             self.terminal.warn(warning)
         return result, package
 
