@@ -22,7 +22,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result
 from hatch_epcontext.jobs.plan import plan
 from hatch_epcontext.jobs.requirements import INSPECTION, cache_requirements
-from hatch_epcontext.system import encoding_error_text, os_error_text, writing
+from hatch_epcontext.system import system_error_text, writing
 from hatch_epcontext.text import listing, printable, show_size
 
 if TYPE_CHECKING:
@@ -293,9 +293,7 @@ def message_of(error: BaseException, root: Path) -> tuple[str, int] | None:
         if isinstance(error, MissingError):
             text += "\n    Or build with isolation: then the front end installs them."
         return f"epcontext: {text}", error.exit_code
-    if isinstance(error, OSError):
-        return f"epcontext: {printable(os_error_text(error), lines=True)}", 1
-    if isinstance(error, UnicodeError) and (reason := encoding_error_text(error)):
+    if reason := system_error_text(error):
         return f"epcontext: {printable(reason, lines=True)}", 1
     if isinstance(error, KeyboardInterrupt):
         return "epcontext: the build was interrupted.", 130

@@ -106,15 +106,16 @@ def reason_not_written(error: OSError, folder: Path) -> str:
     return f"{reason}. {_room(folder)}" if full else reason
 
 
-def os_error_text(error: OSError) -> str:
-    """``error`` as a message, with a hint if it is not the program's fault."""
-    is_foreign = is_of_system(error) or isinstance(error, shutil.Error)
-    return system_problem(error).text() if is_foreign else str(error)
+def system_error_text(error: BaseException) -> str | None:
+    """``error`` as a message, if it comes from the system, or may come from the locale; None for others.
 
-
-def encoding_error_text(error: UnicodeError) -> str | None:
-    """``error`` as a message, if it may come from the locale; None where names of files are UTF-8."""
-    return None if sys.getfilesystemencoding() == "utf-8" else f"{error}.\n    {USE_UTF8}"
+    With a hint if it is not the program's fault.
+    """
+    if isinstance(error, OSError):
+        is_foreign = is_of_system(error) or isinstance(error, shutil.Error)
+        return system_problem(error).text() if is_foreign else str(error)
+    has_cause = isinstance(error, UnicodeError) and sys.getfilesystemencoding() != "utf-8"
+    return f"{error}.\n    {USE_UTF8}" if has_cause else None
 
 
 def is_of_system(error: OSError) -> bool:

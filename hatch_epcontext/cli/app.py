@@ -11,7 +11,7 @@ import click
 
 import hatch_epcontext
 from hatch_epcontext.errors import ConfigError, EpcontextError
-from hatch_epcontext.system import encoding_error_text, os_error_text, terminated_as_error
+from hatch_epcontext.system import system_error_text, terminated_as_error
 from hatch_epcontext.text import printable
 
 SUMMARIES: Mapping[str, str] = {
@@ -73,10 +73,8 @@ class _Group(click.Group):
         except BrokenPipeError:
             # As in ``epcontext doctor | head``: click ends the command.
             raise
-        except OSError as error:
-            raise _Failure(os_error_text(error)) from error
-        except UnicodeError as error:
-            if (text := encoding_error_text(error)) is None:
+        except (OSError, UnicodeError) as error:
+            if (text := system_error_text(error)) is None:
                 raise
             raise _Failure(text) from error
 

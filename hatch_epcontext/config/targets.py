@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,16 +76,10 @@ def is_path(library: str) -> bool:
     return re.fullmatch(r"\w+(\.\w+)*", library) is None or Path(library).suffix in LIBRARIES
 
 
-def _expand(library: str) -> Path:
-    try:
-        return Path(library).expanduser()
-    except RuntimeError:
-        # Without a home folder the file is reported as missing.
-        return Path(library)
-
-
 def _plugin(library: str, registration_name: str, root: Path) -> Plugin:
-    path = str(root / _expand(library)) if library and is_path(library) else ""
+    # Without a home folder it stays as it is, and is reported as missing.
+    expanded = os.path.expanduser(library)  # noqa: PTH111
+    path = str(root / expanded) if library and is_path(library) else ""
     module = "" if path else library
     return Plugin(module, module or "its library", registration_name, path)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -122,18 +123,11 @@ def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
             yield Problem(Kind.CHANGED_FILE, str(folder / name), "is missing.")
     if package.layout == "portable":
         # Also links that the manifest does not name: a model may name them.
+        root = os.path.realpath(folder)
         for path in sorted(folder.rglob("*")):
-            if path.is_symlink() and _leads_outside(path, folder):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
                 message = "is a link to a file outside of the package, which ONNX Runtime rejects."
                 yield Problem(Kind.INVALID_PACKAGE, str(path), message)
-
-
-def _leads_outside(link: Path, folder: Path) -> bool:
-    try:
-        return not link.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError):
-        # A loop of links, where nothing can be.
-        return False
 
 
 SOURCE_FOLDERS = ("src", "python", "lib")
