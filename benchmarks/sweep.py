@@ -706,6 +706,13 @@ def on_the_way() -> Iterator[Case]:
     levels = _rounded(random.normal(size=(64, 64)) * np.geomspace(1e-4, 3000, 64)[:, None])
     nodes = "a = Mul(x, x); b = ReduceMean<axes=[-1]>(a); c = Add(b, least)"
     yield Case(f"{nodes}; y = Log(c)", levels, "rows of all levels", least, step=0.05)
+    watts = _rounded(random.uniform(50, 400, (64, 64)))
+    nodes = "a = Pow(x, 4); b = ReduceMean<axes=[-1]>(a); y = Pow(b, 0.25)"
+    yield Case(nodes, watts, "rows from 50 to 400", step=1)
+    # The exponents are those of rain from the echo of a radar.
+    echoes = _rounded(np.linspace(0, 6, 4096)).reshape(64, 64)
+    rain = 0.01 * np.power(10, 0.625 * echoes)
+    yield Case("a = Pow(10, x); b = Div(a, 200); y = Pow(b, 0.625)", echoes, step=rain)
     whole = {"more": np.array(10**6, np.int32)}
     nodes = "i = Add(x, more); f = Cast<to=1>(x); g = Cast<to=1>(i); y = Div(f, g)"
     large = np.geomspace(300, 5e8, 256).astype(np.int32)

@@ -22,6 +22,16 @@ def number_beside(value: str, name: str, scope: Scope) -> float | None:
     return None if array is None else float(array.item())
 
 
+def beside_number(name: str, operator: str, scope: Scope) -> tuple[str, float] | None:
+    """What ``operator`` makes ``name`` of, in any order: a value, and a stored number, not negative."""
+    node = scope.maker(name, operator)
+    if node is None or len(node.input) != 2:
+        return None
+    number, value = sorted(node.input, key=lambda operand: scope.stored.get(operand) is None)
+    least = number_beside(value, number, scope)
+    return None if least is None or least < 0 else (value, least)
+
+
 def is_read_once(name: str, scope: Scope) -> bool:
     """Whether a value has one reader, and is not an output of the graph."""
     is_output = any(output.name == name for output in scope.body.output)

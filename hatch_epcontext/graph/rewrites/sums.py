@@ -1,9 +1,8 @@
-"""Sums, squares, roots and logarithms, of which values on the way leave the range of float16."""
+"""Sums, their means and logarithms, of which values on the way leave the range of float16."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -11,12 +10,18 @@ import onnx
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.rewrites.matching import (
+    beside_number,
     factors_of,
     is_read_once,
-    is_scaled,
     number_beside,
     scale_of,
     value_squared,
+)
+from hatch_epcontext.graph.rewrites.roots import (
+    different_factors,
+    of_factors,
+    power_of_total,
+    scaled_power,
 )
 from hatch_epcontext.graph.rewriting import corrects
 from hatch_epcontext.graph.scope import Scope
@@ -51,21 +56,11 @@ def _mean(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     return [builder.reduced("ReduceMean", total.input[0], axes, keepdims)]
 
 
-def _beside_number(name: str, operator: str, scope: Scope) -> tuple[str, float] | None:
-    """What ``operator`` makes ``name`` of: a value, and a stored number that is not negative."""
-    node = scope.maker(name, operator)
-    if node is None or len(node.input) != 2:
-        return None
-    number, value = sorted(node.input, key=lambda operand: scope.stored.get(operand) is None)
-    least = number_beside(value, number, scope)
-    return None if least is None or least < 0 else (value, least)
-
-
 def _at_least(name: str, scope: Scope) -> tuple[str, float] | None:
     """A value and the stored number that ``name`` is the larger of: by a Max, or by a Clip without an end."""
     node = scope.maker(name, "Clip")
     if node is None:
-        return _beside_number(name, "Max", scope)
+        return beside_number(name, "Max", scope)
     value, low, high = graph.operands(node, 3)
     least, most = (number_beside(value, bound, scope) for bound in (low, high))
     is_open = not high or (most is not None and most >= _LARGEST)
@@ -79,8 +74,8 @@ def _log_power(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     Spectra of audio, as in DNSMOS, have powers that float16 does not have; openWakeWord filters them. So has
     the level of sound: ``Log(ReduceMean(x²) + number)``.
     """
-    if factors := _different_factors(node.input[0], scope):
-        return [_of_factors("Log", "Add", factors, builder)]
+    if factors := different_factors(node.input[0], scope):
+        return [of_factors("Log", "Add", factors, builder)]
     if level := _root_of_level(node.input[0], scope, builder):
         return [builder.add("Mul", builder.add("Log", level), builder.number(2))]
     return _log_of_squares(node, scope, builder)
@@ -90,7 +85,7 @@ def _log_of_squares(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     """That of at least a number, or of a number and more, and the sum of two squares; also behind filters,
     and then of one.
     """
-    added = _beside_number(node.input[0], "Add", scope)
+    added = beside_number(node.input[0], "Add", scope)
     limited = added or _at_least(node.input[0], scope)
     if limited is None:
         return None
@@ -116,16 +111,25 @@ def _log_of_squares(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Out
     if weights:
         largest = builder.reduced("ReduceMax", largest, [-2 if is_first else -1], keepdims=1)
     scale = scale_of(largest, least, 64, builder)
-    squares = [_scaled_square(value, scale, builder) for value in values]
+    squares = [scaled_power(value, scale, 2.0, builder) for value in values]
     power = builder.add("Add", *squares) if len(squares) > 1 else squares[0]
     if weights:
         power = builder.add("MatMul", *((weights, power) if is_first else (power, weights)))
     if added:
-        power = builder.add("Add", power, _scaled_square(builder.number(least), scale, builder))
+        power = builder.add("Add", power, scaled_power(builder.number(least), scale, 2.0, builder))
     result = builder.add("Mul", builder.add("Sqrt", power), scale)
     if not added:
         result = builder.add("Max", result, builder.number(least))
     return [builder.add("Mul", builder.add("Log", result), builder.number(2))]
+
+
+def _root_of_level(value: str, scope: Scope, builder: Builder) -> str | None:
+    """That of a sum or a mean of squares, to which a number is added, or that is at least a number."""
+    level, least = _at_least(value, scope) or (value, None)
+    root = power_of_total(level, 0.5, scope, builder)
+    if root is None or least is None:
+        return root
+    return builder.add("Max", root, builder.number(math.sqrt(least)))
 
 
 def _squared_values(name: str, scope: Scope, builder: Builder, least: int) -> list[str]:
@@ -155,7 +159,7 @@ def _log_of_more(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Output
 
     As the sum of two: up to a limit of ``x`` it is scaled, so that the scaled number exists.
     """
-    added = _beside_number(node.input[0], "Add", scope)
+    added = beside_number(node.input[0], "Add", scope)
     value, number = added or _at_least(node.input[0], scope) or ("", 0.0)
     if not _LEAST / 2**_MOST_BITS < number < _LEAST or builder.dtype.kind != "f":
         return None
@@ -173,97 +177,6 @@ def _log_of_more(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Output
     large = builder.add("Log", builder.add("Max", value, builder.number(limit)))
     total = builder.add("Add", builder.add("Log", small), large)
     return [builder.add("Sub", total, builder.number(_LIMIT_BITS * math.log(2)))]
-
-
-@corrects("scaled-square", "Sqrt", "ReduceL2")
-def _root(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """``Sqrt(ReduceMean(x²) + number)``, also of a sum, or a ReduceL2, of values that are first scaled by the
-    largest; and ``Sqrt(a * b)`` as the product of two roots.
-
-    The RMSNorm of language models such as T5 has values whose squares float16 does not have.
-    """
-    if node.op_type == "ReduceL2":
-        return _scaled_root([node], node.input[0], 0.0, scope, builder)
-    if factors := _different_factors(node.input[0], scope):
-        return [_of_factors("Sqrt", "Mul", factors, builder)]
-    value, number = _beside_number(node.input[0], "Add", scope) or (node.input[0], 0.0)
-    return _root_of_squares(value, number, scope, builder)
-
-
-def _of_factors(operator: str, join: str, factors: Sequence[str], builder: Builder) -> str:
-    """The root or the logarithm of a product, of the size of each factor and of the sign."""
-    sign = builder.add("Mul", *(builder.add("Sign", factor) for factor in factors))
-    sizes = (builder.add("Abs", factor) for factor in factors)
-    result = builder.add(join, *(builder.add(operator, size) for size in sizes))
-    return builder.add(join, result, builder.add(operator, sign))
-
-
-def _root_of_level(value: str, scope: Scope, builder: Builder) -> str | None:
-    """That of a sum or a mean of squares, to which a number is added, or that is at least a number."""
-    added, limited = _beside_number(value, "Add", scope), _at_least(value, scope)
-    level, number = added or limited or (value, 0.0)
-    root = _root_of_squares(level, number if added else 0.0, scope, builder)
-    if not isinstance(root, list):
-        return None
-    return builder.add("Max", *root, builder.number(math.sqrt(number))) if limited else root[0]
-
-
-def _root_of_squares(value: str, number: float, scope: Scope, builder: Builder) -> Outputs:
-    """That of ``value``, a sum or a mean of squares, plus ``number``."""
-    if (total := scope.maker(value, "Add")) is not None:
-        return _root_of_two(total, number, scope, builder)
-    value, totals = scope.origin_and_moves(value, {"ReduceMean", "ReduceSum"})
-    squared = value_squared(value, scope) if totals else None
-    return _scaled_root(totals, squared, number, scope, builder) if squared else None
-
-
-def _root_of_two(total: onnx.NodeProto, number: float, scope: Scope, builder: Builder) -> Outputs:
-    """That of ``number`` and ``total``, the sum of two squares, whose values are scaled by the larger."""
-    values = [value for name in total.input if (value := value_squared(name, scope))]
-    if len(values) != 2 or any(is_scaled(value, scope) for value in values):
-        return None
-    least = math.sqrt(number)
-    largest = builder.add("Max", *(builder.add("Abs", value) for value in values))
-    scale = scale_of(largest, least, 64, builder)
-    power = builder.add("Add", *(_scaled_square(value, scale, builder) for value in values))
-    if least:
-        power = builder.add("Add", power, _scaled_square(builder.number(least), scale, builder))
-    return [builder.add("Mul", builder.add("Sqrt", power), scale)]
-
-
-def _scaled_root(
-    totals: Sequence[onnx.NodeProto], value: str, number: float, scope: Scope, builder: Builder
-) -> Outputs:
-    """That of ``number`` and what the reductions ``totals``, the last one first, make of the squares of
-    ``value``.
-    """
-    if is_scaled(value, scope):
-        return None
-    kept, steps = [*range(len(scope.sizes(value) or ()))], list[tuple[str, list[int]]]()
-    for total in reversed(totals):
-        if (axes := scope.axes(total)) is None:
-            return None
-        axes = [kept[axis] for axis in axes]
-        steps.append(("ReduceMean" if total.op_type == "ReduceMean" else "ReduceSum", axes))
-        if not graph.number(total, "keepdims", 1):
-            kept = [axis for axis in kept if axis not in axes]
-    least, every = math.sqrt(number), sorted({axis for _, axes in steps for axis in axes})
-    factor = 8 if all(operator == "ReduceMean" for operator, _ in steps) else 4
-    largest = builder.reduced("ReduceMax", builder.add("Abs", value), every, keepdims=1)
-    scale = scale_of(largest, least, factor, builder)
-    square = _scaled_square(value, scale, builder)
-    for operator, axes in steps:
-        square = builder.reduced(operator, square, axes, keepdims=1)
-    if least:
-        square = builder.add("Add", square, _scaled_square(builder.number(least), scale, builder))
-    result = builder.add("Mul", builder.add("Sqrt", square), scale)
-    squeezed = [axis for axis in every if axis not in kept]
-    return [builder.squeeze(result, squeezed) if squeezed else result]
-
-
-def _scaled_square(value: str, scale: str, builder: Builder) -> str:
-    part = builder.add("Div", value, scale)
-    return builder.add("Mul", part, part)
 
 
 @corrects("log-sum-exp", "Div", "Log", beside=["Exp", "ReduceSum"])
@@ -293,16 +206,6 @@ def _sum_of_powers(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outp
     if not keeps:
         largest = builder.squeeze(largest, axes)
     return [builder.add("Add", builder.add("Log", sum_), largest)]
-
-
-def _different_factors(name: str, scope: Scope) -> tuple[str, str] | None:
-    """Two different values whose product is ``name``; no constants, nor what is small: roots and signs."""
-    factors = factors_of(name, scope)
-    if factors is None or len({*factors}) == 1:
-        return None
-    are_small = any(scope.maker(factor, "Sqrt", "Sign") is not None for factor in factors)
-    is_stored = any(scope.constant(factor) is not None for factor in factors)
-    return None if are_small or is_stored else factors
 
 
 @corrects("variance", "Sub", beside=["ReduceMean"])

@@ -366,6 +366,46 @@ def test_a_norm_is_that_of_scaled_values(body: str) -> None:
     assert "ReduceMax" in mended(of(body, STORED), "scaled-square")
 
 
+NORMALIZED_POWER = "p = Pow(x, four) m = ReduceMean<axes = [-1]>(p) y = Pow(m, quarter)"
+EXPONENTS = "float four = {4}, float quarter = {0.25}, float ten = {10}, float part = {0.625}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        NORMALIZED_POWER,
+        NORMALIZED_POWER.replace("[-1]", "[0], keepdims = 0"),
+        "q = Mul(x, x) p = Mul(q, q) m = ReduceSum(p) y = Pow(m, quarter)",
+        "a = Abs(x) p = Pow(a, part) s = ReduceSum(p) n = Div(s, ten) y = Pow(n, two)",
+        "p = Pow(x, four) s = ReduceMean(p) n = Mul(ten, s) m = Add(n, one) y = Sqrt(m)",
+        "p = Mul(x, x) m = ReduceMean(p) e = Add(m, one) y = Pow(e, minus)",
+        """u = Unsqueeze(x, first) p = Pow(u, four) a = AveragePool<kernel_shape = [3]>(p)
+        m = ReduceMean<axes = [2]>(a) y = Pow(m, quarter)""",
+        "a = Mul(x, x) b = Mul(z, z) p = Add(a, b) y = Pow(p, part)",
+    ],
+)
+def test_the_power_of_a_mean_of_powers_is_that_of_scaled_values(body: str) -> None:
+    stored = f"{STORED}, {EXPONENTS}, float minus = {{-0.5}}, int64[1] first = {{0}}"
+    assert "Div" in mended(of(body, stored, given=PAIR), "scaled-square")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("p = Mul(x, x) y = Sqrt(p)", ["Abs"]),
+        ("p = Pow(x, four) q = Div(p, ten) y = Pow(q, part)", ["Abs", "Mul", "Pow"]),
+        ("p = Pow(ten, t) y = Pow(p, part)", ["Mul", "Mul", "Pow"]),
+        ("p = Pow(ten, t) q = Div(p, ten) y = Pow(q, part)", ["Mul", "Mul", "Add", "Pow"]),
+        ("p = Exp(t) q = Mul(ten, p) y = Sqrt(q)", ["Mul", "Mul", "Add", "Exp"]),
+    ],
+)
+def test_the_power_of_a_power_is_one_power(body: str, expected: list[str]) -> None:
+    if "t)" in body:
+        body = f"t = Mul(x, small) {body}"
+    stored = f"{EXPONENTS}, float small = {{0.00005}}"
+    assert mended(of(body, stored), "scaled-square") == expected
+
+
 @pytest.mark.parametrize(
     ("body", "end"),
     [
@@ -455,7 +495,10 @@ STAYING = {
     "scaled-square": [
         "y = Sqrt(x)",
         "p = Mul(x, two) y = Sqrt(p)",
-        "p = Mul(x, x) y = Sqrt(p)",
+        "p = Pow(x, three) y = Sqrt(p)",
+        "a = Mul(x, below) p = Pow(two, a) q = Mul(p, below) y = Sqrt(q)",
+        "p = Pow(x, two) y = Pow(p, row)",
+        "p = Pow(z, x) y = Pow(p, two)",
         "a = Mul(x, x) b = Add(a, z) y = Sqrt(b)",
         *(NORM.replace(*change) for change in (
             ("square = Pow(x, two)", "square = Mul(x, z)"), ("Add(mean, least)", "Add(mean, below)"),
@@ -607,6 +650,12 @@ TOKENS = RNG.standard_normal((3, 8)) * np.array([[1e-3], [1], [1e4]])
         ("floor", of("y = Pow(two, x)", STORED), RNG.uniform(-300, 10, (3, 8))),
         ("scaled-square", of(NORM, STORED), TOKENS),
         ("scaled-square", of(NORMS[3], STORED), 500 + 50 * RNG.standard_normal((3, 8))),
+        ("scaled-square", of(NORMALIZED_POWER, EXPONENTS), RNG.uniform(100, 400, (3, 8))),
+        (
+            "scaled-square",
+            of("p = Pow(ten, x) y = Pow(p, part)", EXPONENTS),
+            RNG.uniform(0, 6, (3, 8)),
+        ),
         *(
             ("small-angle", of(f"y = {operator}(x)"), RNG.uniform(-1e-2, 1e-2, (3, 8)))
             for operator in ("Atan", "Sin", "Tan")
