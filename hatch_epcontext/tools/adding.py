@@ -25,7 +25,6 @@ from hatch_epcontext.config.location import file_of
 from hatch_epcontext.config.pyproject import FILE, parse
 from hatch_epcontext.config.settings import Config, Model
 from hatch_epcontext.errors import HOOK, ROOT, BuildError, ConfigError, Key, Kind, Problem
-from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import ONNX_RUNTIME, oldest_releases
 from hatch_epcontext.package.external_data import model_files
@@ -208,9 +207,8 @@ def new_model(root: Path, path: str, workers: Workers) -> NewModel:
         raise ConfigError(Problem(Kind.COMPILED_MODEL, path, message, hint))
     if any(not t.is_fixed or ("int" in t.dtype and t.shape in ((), (1,))) for t in facts.inputs):
         request = SuggestRequest(str((root / path).resolve()))
-        with contextlib.suppress(BuildError), temp_dir() as folder:
-            suggested = workers.call(request, folder / "suggest", location=path)
-            return NewModel(path, facts, suggested)
+        with contextlib.suppress(BuildError):
+            return NewModel(path, facts, workers.call(request, location=path))
     return NewModel(path, facts)
 
 

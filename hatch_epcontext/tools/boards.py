@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from statistics import median
 
@@ -139,14 +140,11 @@ class Board:
         module = provider.plugin.module if provider.needs_library and provider.plugin else ""
         key = provider.name, module
         if key not in self._known:
-            with temp_dir() as folder:
-                where = folder / "devices"
-                if module:
-                    request = LibraryRequest(module=module)
-                    devices = self._workers.call(request, where, location=provider.ep)
-                else:
-                    known = DevicesRequest((provider.name,))
-                    devices = self._workers.call(known, where, location=provider.ep).devices
+            call = partial(self._workers.call, location=provider.ep)
+            if module:
+                devices = call(LibraryRequest(module=module))
+            else:
+                devices = call(DevicesRequest((provider.name,))).devices
             self._known[key] = next(iter(devices.values()))
         return self._known[key]
 

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.tags import platform_tags
 
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem
-from hatch_epcontext.files import known_text, read_regular, temp_dir
+from hatch_epcontext.files import known_text, read_regular
 from hatch_epcontext.jobs.artifact import GENERATED_BY
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, installed
@@ -144,8 +144,7 @@ def examine(
     devices, runtime = dict[str, Devices](), None
     if versions(DISTRIBUTIONS):
         request = DevicesRequest(asked, compatibility or {})
-        with temp_dir() as folder:
-            runtime, devices = _devices(request, folder)
+        runtime, devices = _devices(request)
     return runtime, [
         _state(provider, packages.get(name), devices.get(name))
         for name, provider in PROVIDERS.items()
@@ -158,17 +157,16 @@ def _is_there(provider: str) -> bool:
     return plugin is not None and find_spec(plugin.module) is not None
 
 
-def _devices(request: DevicesRequest, folder: Path) -> tuple[Runtime | None, dict[str, Devices]]:
+def _devices(request: DevicesRequest) -> tuple[Runtime | None, dict[str, Devices]]:
     """ONNX Runtime and the devices, of one worker; of one each if a library ends that, to know which one."""
     location = ", ".join(request.providers)
     try:
-        reply: DevicesReply = Workers(TIMEOUT).call(request, folder / location, location=location)
+        reply: DevicesReply = Workers(TIMEOUT).call(request, location=location)
     except BuildError as error:
         if len(request.providers) == 1:
             return None, {location: Devices(reason=error.problems[0].message)}
         replies = [
-            _devices(DevicesRequest((name,), request.compatibility), folder)
-            for name in request.providers
+            _devices(DevicesRequest((name,), request.compatibility)) for name in request.providers
         ]
         runtimes = (runtime for runtime, _ in replies if runtime is not None)
         return next(runtimes, None), {n: d for _, devices in replies for n, d in devices.items()}

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from hatch_epcontext.config.environ import PREFIX
 from hatch_epcontext.errors import HOOK, BuildError, InspectionError, Kind, Problem
-from hatch_epcontext.files import is_regular, read_regular, temp_dir
+from hatch_epcontext.files import is_regular, read_regular
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import TOOLS, check_environment
 from hatch_epcontext.package.folder import damaged_files, read
@@ -90,12 +90,10 @@ def inspect_model(path: Path, workers: Workers | None = None) -> InspectReply:
         raise InspectionError(Problem(Kind.INVALID_PATH, str(path), message))
     check_environment((), READING)
     request = InspectRequest(str(path.resolve()))
-    with temp_dir() as folder:
-        try:
-            workers = workers or Workers(TIMEOUT)
-            return workers.call(request, folder / "inspect", location=str(path))
-        except BuildError as error:
-            raise InspectionError(*error.problems) from error
+    try:
+        return (workers or Workers(TIMEOUT)).call(request, location=str(path))
+    except BuildError as error:
+        raise InspectionError(*error.problems) from error
 
 
 def verify(path: Path, inspection: Inspection) -> int:

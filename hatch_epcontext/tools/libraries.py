@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hatch_epcontext.config.targets import is_path
 from hatch_epcontext.errors import BuildError, ConfigError, Kind, Problem, UnavailableError
-from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.processes.process import Workers
 from hatch_epcontext.jobs.requirements import INSPECTION, check_environment
 from hatch_epcontext.providers import Plugin, find
@@ -36,8 +35,7 @@ def describe_library(library: str) -> tuple[str, tuple[EpDevice, ...]]:
         raise ConfigError(Problem(Kind.FILE_NOT_FOUND, f"--library {library}", message, hint))
     check_environment((), INSPECTION)
     request = LibraryRequest(path, "" if path else library)
-    with temp_dir() as folder:
-        reply = Workers(TIMEOUT).call(request, folder / "library", location=f"library {library}")
+    reply = Workers(TIMEOUT).call(request, location=f"library {library}")
     ((name, offered),) = reply.items()
     if not offered.devices:
         message = f"it was registered as {name}, and offers no device on this machine."
@@ -68,13 +66,12 @@ def try_library(
     plugin = Plugin("" if path else library, library, name, path)
     for position, device in enumerate(devices):
         request = TrialRequest(plugin, position, options_of(device.ep, options))
-        with temp_dir() as folder:
-            try:
-                trial = Workers(TIMEOUT).call(request, folder / "trial", location=device.ep)
-            except BuildError as error:
-                reason = " ".join(error.problems[0].message.split())
-                yield LibraryTrial(False, f"compiles no EP contexts: {reason}")
-                continue
+        try:
+            trial = Workers(TIMEOUT).call(request, location=device.ep)
+        except BuildError as error:
+            reason = " ".join(error.problems[0].message.split())
+            yield LibraryTrial(False, f"compiles no EP contexts: {reason}")
+            continue
         if trial.opset is not None:
             yield LibraryTrial(True, f"compiles EP contexts, up to opset {trial.opset}")
             continue

@@ -101,7 +101,9 @@ class Described(Workers):
         super().__init__(1.0)
         self._reply = Devices(devices, reason)
 
-    def call(self, request: Any, folder: Path, *, location: str, step: Step | None = None) -> Any:
+    def call(
+        self, request: Any, folder: Path | None = None, *, location: str, step: Step | None = None
+    ) -> Any:
         if isinstance(request, LibraryRequest):
             return {"Any": self._reply}
         runtime = Runtime("1.32.0", (), True)

@@ -23,6 +23,7 @@ from hatch_epcontext.errors import (
     Problem,
     Step,
 )
+from hatch_epcontext.files import temp_dir
 from hatch_epcontext.jobs.processes import failures
 from hatch_epcontext.jobs.processes.running import (
     CAN_FORK,
@@ -142,13 +143,17 @@ class Workers:
     def call(
         self,
         request: WorkerRequest[ReplyT],
-        folder: Path,
+        folder: Path | None = None,
         *,
         location: str,
         step: Step | None = None,
     ) -> ReplyT:
-        """The reply of a worker of its own to ``request``; see `Worker.call`."""
-        with self.process() as worker:
+        """The reply of a worker of its own to ``request``, without a ``folder`` in a temporary one; see
+        `Worker.call`.
+        """
+        with contextlib.ExitStack() as stack:
+            folder = folder or stack.enter_context(temp_dir()) / "call"
+            worker = stack.enter_context(self.process())
             return worker.call(request, folder, location=location, step=step)
 
     @contextlib.contextmanager
