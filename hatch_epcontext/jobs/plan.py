@@ -14,7 +14,7 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.shipped import CPU_EP
 from hatch_epcontext.text import file_name, listing
 
-CACHE_FORMAT = 36
+CACHE_FORMAT = 37
 """A part of the keys of the cache; increased when workers treat the same request differently, or a stored
 document has other fields."""
 

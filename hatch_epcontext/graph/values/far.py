@@ -69,26 +69,30 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         return ordinary
     if ordinary.usual is not None:
         return replace(ordinary, far=tuple(_larger(facts, uses)))
-    shifted = uses.scale if uses.is_shifted and not looks_like_image(facts) else 0.0
+    shifted = uses.scale if uses.has_offset and not looks_like_image(facts) else 0.0
     ordinary = replace(ordinary, thresholds=uses.thresholds, least=uses.least, shifted=shifted)
     if not is_float(dtype):
         scaled = expected(uses.scale) if uses.scale < 1 else 0.0
         reach = max(uses.reach, uses.divided.reach, uses.turns, scaled)
         reach = 0.0 if ordinary.is_firm else reach
         ordinary, allowed = _within_integers(ordinary, LARGEST_OF_32_BITS // uses.gain)
+        ordinary, beyond_end = _within_exponents(facts, ordinary, uses)
         gain = max(uses.gain, uses.product)
         integers = replace(ordinary, floats=uses.floats, reach=reach, gain=gain)
-        return replace(integers, far=(*allowed, *_far_integers(facts, integers, uses)))
+        beyond = (*allowed, *beyond_end, *_far_integers(facts, integers, uses))
+        return replace(integers, far=beyond)
     if not ordinary.is_open:
         larger = (*_larger(facts, uses), *_counted_on(facts, ordinary, uses, FLOAT16.largest))
         # What the range only guesses may be on either side of a threshold, and a divisor's far from it.
         centers = [] if ordinary.known else uses.centers
         beside = [center for center in centers if center.compared or not ordinary.picture]
-        beyond = _around(facts, ordinary, replace(uses, centers=beside))
-        return replace(ordinary, far=(*larger, *beyond))
+        around = _around(facts, ordinary, replace(uses, centers=beside))
+        return replace(ordinary, far=(*larger, *around))
     ordinary, uses = _around_means(facts, ordinary, uses)
     ordinary, beyond_end = _within_end(ordinary, uses)
-    sound = uses.is_signal and looks_like_sound(facts)
+    # A constant beyond full scale is beside other quantities.
+    is_around = ordinary.standardized is not None or uses.beside > ordinary.high
+    sound = uses.is_signal and looks_like_sound(facts) and not is_around
     far = [*_larger(facts, uses), *_counted_on(facts, ordinary, uses, FLOAT16.largest)]
     far += [*_around(facts, ordinary, uses), *beyond_end]
     if sound and not any(values.is_larger for values in far):
@@ -107,6 +111,27 @@ def _within_end(ordinary: Range, uses: Uses) -> tuple[Range, list[Far]]:
     below = Far(centers=(-2 * size,), spreads=(size / 4,))
     beyond = Far(size, 4 * size) if uses.end > 0 else below
     return replace(ordinary, low=-high, high=high), [beyond]
+
+
+def _within_exponents(facts: TensorFacts, ordinary: Range, uses: Uses) -> tuple[Range, list[Far]]:
+    """``ordinary`` within the integers of which a power is a float16, and those for which it is larger."""
+    (low, high), (lowest, highest) = uses.exponents, dtype_bounds(facts)
+    low, high = max(low, lowest), min(high, highest)
+    if ordinary.known or (low <= ordinary.low and ordinary.high <= high) or low >= high:
+        return ordinary, []
+    span = max(low, ordinary.low), min(high, ordinary.high)
+    # Around an offset nothing is left of bytes.
+    within = replace(ordinary, low=low, high=high)
+    if span[0] < span[1]:
+        within = replace(ordinary, low=span[0], high=span[1])
+    if uses.growing > 0 and 0 <= high < highest:
+        return within, [Far(high, min(max(4 * high, high - low), highest))]
+    first, last = (high, highest) if uses.growing > 0 else (lowest, low)
+    first, last = max(first, low - (high - low)), min(last, high + (high - low))
+    if not uses.growing or first == last:
+        return within, []
+    beyond = Far(first, last, centers=((first + last) / 2,), spreads=((last - first) / 4,))
+    return within, [beyond]
 
 
 def _within_integers(ordinary: Range, most: float) -> tuple[Range, tuple[Far, ...]]:
@@ -176,16 +201,16 @@ def _far_integers(facts: TensorFacts, ordinary: Range, uses: Uses) -> Iterator[F
         if ordinary.loose:
             yield from _counted_on(facts, ordinary, uses, min(highest, FLOAT16.largest))
         return
-    if highest <= ordinary.high:
+    if highest <= max(ordinary.high, MAX_OF_BYTES):
         return
     offset = uses.floats.offset if uses.floats else 0.0
-    largest = min(highest, LARGEST_OF_32_BITS / ordinary.gain, uses.exponent)
+    largest = min(highest, LARGEST_OF_32_BITS / ordinary.gain, uses.exponents[1])
     if uses.floats:
         # What overflows floats is no fault of integers: they are as large as the graph expects.
         largest = min(largest, abs(FLOAT16.largest / uses.floats.factor))
         largest = min(largest, max(_SMALL, 2 * ordinary.reach))
     if lowest < 0 and not offset:
-        yield Far(-min(_SMALL, largest), min(_SMALL, largest))
+        yield Far(max(-min(_SMALL, largest), uses.exponents[0]), min(_SMALL, largest))
     if lowest <= -FULL_SCALE and uses.is_signal and looks_like_sound(facts):
         yield Far(-FULL_SCALE, FULL_SCALE - 1, (0.0,), (_OF_SOUND,))
     yield from _around(facts, ordinary, uses)

@@ -142,12 +142,16 @@ def _cast(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[L
 
 def _equal(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearTerm]:
     """Booleans: the terms of all operands, if the others are 0, 1 or booleans too."""
-    for name in node.input:
-        value = scope.constant(name)
-        if value is not None and (value.size != 1 or value.item() not in (0, 1)):
-            return
+    constants = [scope.constant(name) for name in node.input]
+    if any(
+        value is not None and (value.size != 1 or value.item() not in (0, 1)) for value in constants
+    ):
+        return
+    # That two numbers are equal says what neither is.
+    of_numbers = node.op_type == "Equal" and all(value is None for value in constants)
     for term in _any(operands):
-        yield replace(term, truth=term.truth or "itself")
+        if term.truth or not of_numbers:
+            yield replace(term, truth=term.truth or "itself")
 
 
 def _added(node: onnx.NodeProto, operands: _Operands, scope: Scope) -> Iterator[LinearTerm]:

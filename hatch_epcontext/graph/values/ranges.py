@@ -81,7 +81,6 @@ def input_ranges(main: onnx.GraphProto, inputs: Sequence[TensorFacts]) -> dict[s
         ranges[facts.name] = replace(
             range_,
             low=max(range_.low, 0.0) if is_amount and range_.whole else range_.low,
-            high=min(range_.high, own.exponent if range_.whole else math.inf),
             signed=not is_amount,
             squared=facts.name in powers.differences,
         )

@@ -27,7 +27,11 @@ from hatch_epcontext.graph.values.amounts import (
     is_decimal,
     of_logarithm,
 )
-from hatch_epcontext.graph.values.conventions import LARGEST_OF_32_BITS, USUAL_UNITS
+from hatch_epcontext.graph.values.conventions import (
+    DEVIATIONS,
+    LARGEST_OF_32_BITS,
+    USUAL_UNITS,
+)
 from hatch_epcontext.graph.values.differences import are_neighbours, is_own_mean, moved
 from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms, ends
 from hatch_epcontext.graph.values.periods import turn_of
@@ -45,6 +49,11 @@ _PRODUCTS = frozenset({"Gemm", "MatMul", "Mul"})
 
 _OF_SIGNALS = frozenset({"Conv", "DFT", "STFT"})
 
+_ACTIVATIONS = frozenset({"Exp", "LogSoftmax", "Sigmoid", "Softmax", "Softplus", "Tanh"})
+
+_KEEPING = operators.LAYOUT | {"Cast", "Expand", "Where"}
+"""Operators whose results are no larger than those of an operand."""
+
 MAX_CENTERS = 4096
 """The most numbers of a constant that is a center."""
 
@@ -58,12 +67,14 @@ class Uses:
     multiplies them. ``gain``: as in `Range`, of what it multiplies by stored integers; ``product``: of what
     it multiplies by each other. ``floats`` and ``reach``: as in `Range`. ``divided``: by what it divides
     them. ``skipping``: the value for which a Loop has no iteration. ``is_shifted``: whether it subtracts
-    them, as floats, from neighbours, their mean or another input. ``powers``: how large they may be because
-    of their powers. ``beside``: the largest constant that it adds to them. ``turn``: the shortest turn of
-    what they count, such as hours; infinite for angles. ``is_weight``: whether it multiplies stored numbers
-    that differ, such as coordinates, by them. ``exponent``: the largest integer of which, as the exponent of
-    a stored number, the power is a float16. ``end``: the float nearest to 0 of which a power is beyond
-    float16; infinite without one.
+    them, as floats, from neighbours, their mean or another input; ``is_ordered``: whether it compares them,
+    as floats, with each other; ``is_activated``: whether an activation reads them. ``powers``: how large they
+    may be because of their powers. ``beside``: the largest constant that it adds to them. ``turn``: the
+    shortest turn of what they count, such as hours; infinite for angles. ``is_weight``: whether it multiplies
+    stored numbers that differ, such as coordinates, by them. ``exponents``: the smallest and the largest
+    integer of which, as the exponent of a stored number, the power is a float16; ``growing``: 1 if it grows
+    with the integer, -1 if with the negative one, 0 if not much is left of it. ``end``: the float nearest to
+    0 of which a power is beyond float16; infinite without one.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -77,17 +88,26 @@ class Uses:
     divided: Divided = field(default_factory=Divided)
     skipping: float | None = None
     is_shifted: bool = False
+    is_ordered: bool = False
+    is_activated: bool = False
     powers: SizeOfPowers = SizeOfPowers()
     beside: float = 0.0
     turn: float = math.inf
     is_weight: bool = False
-    exponent: float = math.inf
+    exponents: tuple[float, float] = (-math.inf, math.inf)
+    growing: float = 0.0
     end: float = math.inf
 
     @property
     def turns(self) -> float:
         """The largest value that is usual where they are counted on, as days since a start; else 0."""
         return 0.0 if math.isinf(self.turn) else USUAL_UNITS * self.turn
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether any offset is lost, and nothing shows the unit of what is compared: scores have one."""
+        are_units = any(0 < abs(threshold) <= DEVIATIONS for threshold in self.thresholds)
+        return self.is_shifted or (self.is_ordered and not (are_units or self.is_activated))
 
     @property
     def least(self) -> float:
@@ -158,6 +178,7 @@ class UsesOfInputs:
         self._add_sum(node)
         self._add_turn(node)
         self._add_summands(node)
+        self._add_order(node)
         operator = node.op_type if node.domain in graph.STANDARD else ""
         if operator in _OF_SIGNALS:
             for term in self._terms.of(node.input[0]):
@@ -211,10 +232,30 @@ class UsesOfInputs:
 
     def _add_exponent(self, node: onnx.NodeProto) -> None:
         bases = map(abs, ends(node.input[0], self.scope)) if node.op_type == "Pow" else ()
-        growth = max((abs(math.log(base)) for base in bases if base), default=0.0)
+        growth = max((math.log(base) for base in bases if base), key=abs, default=0.0)
         for term in self._numbers(node.input[1]) if growth else ():
-            uses, most = self.of[term.input], math.log(FLOAT16.largest) / growth / abs(term.scale)
-            uses.exponent = min(uses.exponent, max(1.0, math.floor(most)))
+            uses, most = self.of[term.input], self._largest_of(node)
+            logarithms = (-math.log(FLOAT16.largest), 0.0, math.log(most))
+            smallest, one, largest = (term.input_of(number / growth) for number in logarithms)
+            low, high = sorted((smallest, largest))
+            uses.exponents = (
+                max(uses.exponents[0], min(math.ceil(low), math.ceil(one) - 1)),
+                min(uses.exponents[1], max(math.floor(high), math.floor(one) + 1)),
+            )
+            if not self._fades(node):
+                uses.growing = math.copysign(1.0, largest - smallest)
+
+    def _largest_of(self, power: onnx.NodeProto) -> float:
+        """The largest result of ``power`` of which the format has the sum too, and what divides by that."""
+        scope, waiting, count = self.scope, [power.output[0]], 1
+        for name in waiting:
+            for node in scope.nodes_reading(name):
+                if node.op_type == "ReduceSum":
+                    sizes = scope.sizes(name) or ()
+                    count = max(count, math.prod(sizes[n] or 1 for n in scope.axes(node) or ()))
+                elif node.op_type in _KEEPING and node.output[0] not in waiting:
+                    waiting.append(node.output[0])
+        return FLOAT16.largest / (4 * count if count > 1 else 1)
 
     def _add_end(self, node: onnx.NodeProto) -> None:
         operand, end = _end_of_power(node, self.scope)
@@ -378,6 +419,17 @@ class UsesOfInputs:
         if is_own_mean(one, other, scope) or are_neighbours(one, other, scope):
             for term in self._own(one):
                 self.of[term.input].is_shifted = True
+
+    def _add_order(self, node: onnx.NodeProto) -> None:
+        """That of floats of one input, as of each with the largest of its neighbours; and of activations."""
+        dtype = self.scope.dtype(node.input[0])
+        are_floats = dtype is not None and is_float(dtype)
+        compared = node.input if node.op_type in operators.COMPARES and are_floats else [""] * 2
+        for one, other in itertools.product(*map(self._own, compared)):
+            if (one.input, one.scale) == (other.input, other.scale):
+                self.of[one.input].is_ordered = True
+        for term in self._numbers(node.input[0]) if node.op_type in _ACTIVATIONS else ():
+            self.of[term.input].is_activated = True
 
     def _is_of_logarithm(self, name: str) -> bool:
         """Whether logarithms of ``name`` are taken: that of a quotient is a difference of two."""

@@ -343,6 +343,38 @@ def test_integers_are_exponents_of_which_float16_has_the_powers(
     assert all(far.high <= max(most, 1) for far in found.far)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "nodes", "ordinary", "far"),
+    [
+        # The received power of a radio, in dBm.
+        ("int8", "d = Add (x, sixty) y = Pow (ten, d)", (-64, -56), (-56, -48)),
+        ("int32", "s = Sub (sixty, x) d = Div (s, twenty) y = Pow (ten, d)", (0, 156), (-228, -36)),
+        ("int8", "s = Sub (x, sixty) d = Div (s, twenty) y = Pow (ten, d)", (-36, 127), None),
+        (
+            "int8",
+            "d = Div (x, twenty) p = Pow (ten, d) y = ReduceSum (p, one)",
+            (-96, 72),
+            (72, 127),
+        ),
+        ("int8", "s = Sub (zero, x) d = Div (s, twenty) y = Pow (ten, d)", (-96, 96), (-128, -96)),
+        # A sigmoid.
+        ("int8", "p = Pow (two, x) s = Add (one, p) y = Div (one, s)", (-15, 15), None),
+    ],
+)
+def test_exponents_beside_a_constant_have_float16s_on_their_side(
+    dtype: str, nodes: str, ordinary: tuple[int, int], far: tuple[int, int] | None
+) -> None:
+    numbers = {"ten": 10.0, "sixty": 60.0, "twenty": 20.0, "zero": 0.0, "two": 2.0}
+    found = all_of(
+        f"({dtype}[1, 4] i) => (y) {{ x = Cast <to = 1> (i) {nodes} }}",
+        **{name: np.float32(number) for name, number in numbers.items()},
+        one=np.array([1]),
+    )["i"]
+    assert (found.low, found.high) == ordinary
+    beyond = [(values.low, values.high) for values in found.far if values.low < values.high]
+    assert beyond[:1] == ([far] if far else [])
+
+
 def test_integers_that_nothing_bounds_are_bytes() -> None:
     found = ranges("""(int64[3] i, int8[3] j) => (float[] y) {
             a = Cast <to = 1> (i)
@@ -973,6 +1005,31 @@ def test_a_series_is_divided_by_its_mean_or_its_neighbours_beside_an_offset(
     assert offsets[-1:] == ([far] if far else [])
 
 
+_PEAKS = "n = Neg (x) p = MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (n) y = Equal (n, p)"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shifted"),
+    [
+        (_PEAKS, 1),
+        ("m = AveragePool <kernel_shape = [2, 2]> (x) y = Greater (m, x)", 1),
+        ("m = Max (x, low) y = Less (low, x) z = Less (x, m)", 1),
+        # Two maps, and scores.
+        (_PEAKS.replace("(n, p)", "(z, p)"), 0),
+        (f"{_PEAKS} t = Greater (x, half) v = And (y, t)", 0),
+        (f"{_PEAKS} v = Softmax (x)", 0),
+    ],
+)
+def test_floats_that_are_compared_with_their_neighbours_have_an_offset(
+    nodes: str, shifted: float
+) -> None:
+    text = f"(float[1, 8, 8, 16] x, float[1, 8, 8, 16] z) => (y) {{ {nodes} }}"
+    found = all_of(text, half=np.float32(0.5), low=np.float32(-900))["x"]
+    # Peaks say nothing of what is a mask.
+    assert (found.shifted, found.known, found.usual) == (shifted, False, None)
+    assert any(far.is_offset for far in found.far) == bool(shifted)
+
+
 @pytest.mark.parametrize(
     ("constants", "spreads"),
     [([293.15] * 6, [36.64, 0.293]), ([50.1, 47.3, 61.2, 58.8, 44.4, 52.5], [7.65])],
@@ -1138,6 +1195,24 @@ def test_integers_that_a_filter_reads_are_sound(dtype: str, sizes: str, is_sound
     found = all_of(text, w=np.ones((2, channels, 9), np.float32))["x"]
     loud = [far for far in found.far if far.spreads == (8000.0,)]
     assert [(far.low, far.high) for far in loud] == ([(-32768, 32767)] if is_sound else [])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_sound"),
+    [
+        ("d = Sub (x, 0.5)", True),
+        ("d = Sub (x, 273.15)", False),
+        ("m = Sub (x, 32) f = Mul (m, 5) d = Div (f, 9)", False),
+    ],
+)
+def test_what_is_beside_a_large_constant_is_no_sound(nodes: str, is_sound: bool) -> None:
+    for number in ("0.5", "273.15", "32", "5", "9"):
+        nodes = nodes.replace(f", {number})", f", n{number.replace('.', '_')})")
+    stored = {f"n{n}".replace(".", "_"): np.float32(n) for n in ("0.5", "273.15", "32", "5", "9")}
+    text = f"(float[1, 1, 400] x) => (y) {{ {nodes} y = Conv (d, w) }}"
+    found = all_of(text, w=np.ones((1, 1, 9), np.float32), **stored)["x"]
+    assert found.sound == is_sound
+    assert (found.least > 0.01) == (not is_sound)
 
 
 def test_pictures_and_sound_have_no_offset() -> None:
