@@ -112,9 +112,9 @@ class ProjectBuild:
 
         ``builder_config``: hatchling's of sdists, which knows what git ignores.
         """
-        from hatch_epcontext.package.sdist import Sdist
+        from hatch_epcontext.package.sdist import additions
 
-        files = Sdist(config, self.hooks, wheel_hooks).additions(builder_config, packed)
+        files = additions(config, self.hooks, wheel_hooks, builder_config, packed)
         for path, file in files.items():
             self.terminal.info(f"added to the sdist: {path} ({show_size(file.stat().st_size)})")
         return files
@@ -248,13 +248,13 @@ class ProjectBuild:
         ``output``: the package's folder in it.
         """
         from hatch_epcontext.jobs.sources import check_unchanged
-        from hatch_epcontext.package.wheel import verify
+        from hatch_epcontext.package.wheel import differences
 
         try:
             if self.hooks.after:
                 # A hook that ran after this one may have changed a model.
                 check_unchanged(result.sources, self.hooks.advice())
-            verify(wheel, output, package.files)
+            WheelError.check(differences(wheel, output, package.files))
         except (ModelError, WheelError) as error:
             remove(wheel)
             if isinstance(error, WheelError):

@@ -37,75 +37,78 @@ class Needed:
     private: bool = False
 
 
-@dataclass(frozen=True)
-class Sdist:
-    """What an sdist of ``config`` needs.
+def additions(
+    config: Config,
+    hooks: BuildHooks,
+    wheel_hooks: BuildHooks,
+    builder_config: Any,
+    packed: Tree,
+) -> dict[str, Path]:
+    """The files to add to those that are ``packed`` in an sdist of ``config``, by their path in it.
 
-    ``hooks`` are those of the sdist, ``wheel_hooks`` those of the wheel that is built from it.
+    ``hooks`` are those of the sdist, ``wheel_hooks`` those of the wheel that is built from it. Raises
+    SdistError for a file that is missing or unusable, or that somebody has kept out on purpose, and for
+    recorded samples. What another hook makes for the wheel may be missing.
     """
+    contents = {file.resolve() for file in packed.values() if not file.is_symlink()}
+    files, problems = collect(_needed(config))
+    problems += _recorded(packed)
+    added = {}
+    for path, needed in files.items():
+        # Of a link to something else the sdist would have no more than the link.
+        if path in packed and packed[path].resolve() in contents:
+            continue
+        hidden_by = _hidden_by(builder_config, path, private=needed.private)
+        if needed.file.is_file() and hidden_by is None:
+            added[path] = needed.file.resolve()
+        elif not wheel_hooks.before:
+            if hidden_by is None:
+                advice = hooks.advice() or wheel_hooks.advice()
+                advice = advice or near_path(config.root, needed.file)
+                message = f"there is no file {path}."
+                problem = Problem.at(needed.key, Kind.FILE_NOT_FOUND, message, advice)
+            else:
+                problem = _hidden(config, path, needed.key, hidden_by)
+            problems.append(problem)
+    SdistError.check(problems)
+    return added
 
-    config: Config
-    hooks: BuildHooks
-    wheel_hooks: BuildHooks
 
-    def additions(self, builder_config: Any, packed: Tree) -> dict[str, Path]:
-        """The files to add to those that are ``packed``, by their path in the sdist.
+def _needed(config: Config) -> Diagnosed[dict[str, Needed]]:
+    """All files that the configuration names, and those that they name, by their path in the sdist."""
+    needed = list[Needed]()
+    for model in config.models:
+        needed += [] if model.download else (yield from _of_model(model))
+        needed += (*_inputs_of(model), *_named_by_targets(model, config.root))
+    reports = report_files(config.validated_on)
+    needed += (Needed(Key() / "validated-on", report) for report in reports)
+    files: dict[str, Needed] = {}
+    for one in needed:
+        files.setdefault(Path(os.path.relpath(one.file, config.root)).as_posix(), one)
+    return files
 
-        Raises SdistError for a file that is missing or unusable, or that somebody has kept out on purpose,
-        and for recorded samples. What another hook makes for the wheel may be missing.
-        """
-        contents = {file.resolve() for file in packed.values() if not file.is_symlink()}
-        files, problems = collect(self._needed())
-        problems += _recorded(packed)
-        added = {}
-        for path, needed in files.items():
-            # Of a link to something else the sdist would have no more than the link.
-            if path in packed and packed[path].resolve() in contents:
-                continue
-            hidden_by = _hidden_by(builder_config, path, private=needed.private)
-            if needed.file.is_file() and hidden_by is None:
-                added[path] = needed.file.resolve()
-            elif not self.wheel_hooks.before:
-                problems.append(self._problem(path, needed, hidden_by))
-        SdistError.check(problems)
-        return added
 
-    def _needed(self) -> Diagnosed[dict[str, Needed]]:
-        """All files that the configuration names, and those that they name, by their path in the sdist."""
-        files: dict[str, Needed] = {}
-        for model in self.config.models:
-            own = [] if model.download else (yield from _of_model(model))
-            for needed in (*own, *_inputs_of(model), *self._named_by_targets(model)):
-                path = Path(os.path.relpath(needed.file, self.config.root)).as_posix()
-                files.setdefault(path, needed)
-        for report in report_files(self.config.validated_on):
-            path = Path(os.path.relpath(report, self.config.root)).as_posix()
-            files.setdefault(path, Needed(Key() / "validated-on", report))
-        return files
+def _named_by_targets(model: Model, root: Path) -> Iterator[Needed]:
+    for target in model.targets:
+        for key, value in _texts(target):
+            file = Path(os.path.normpath(root / value))
+            # Most options are no paths, and a library can be anywhere.
+            if value and is_regular(file) and file.is_relative_to(root):
+                yield Needed(key, file, private=True)
 
-    def _named_by_targets(self, model: Model) -> Iterator[Needed]:
-        for target in model.targets:
-            for key, value in _texts(target):
-                file = Path(os.path.normpath(self.config.root / value))
-                # Most options are no paths, and a library can be anywhere.
-                if value and is_regular(file) and file.is_relative_to(self.config.root):
-                    yield Needed(key, file, private=True)
 
-    def _problem(self, path: str, needed: Needed, hidden_by: str | None) -> Problem:
-        if hidden_by is None:
-            advice = self.hooks.advice() or self.wheel_hooks.advice()
-            advice = advice or near_path(self.config.root, needed.file)
-            return Problem.at(needed.key, Kind.FILE_NOT_FOUND, f"there is no file {path}.", advice)
-        hint = (
-            f"If everybody may have it, set artifacts = [{to_toml('/' + path)}] in "
-            "[tool.hatch.build.targets.sdist].\n"
-            "If the sdist need not build the wheel, switch the hook on for wheels only: "
-            f"[tool.hatch.build.targets.wheel.hooks.{NAME}]."
-        )
-        if self.config.build.backend is not None:
-            hint = "If everybody may have it, let your build back end add it to the sdist."
-        message = f"{path} is not in the sdist, which builds no wheel without it: {hidden_by}."
-        return Problem.at(needed.key, Kind.NOT_IN_SDIST, message, hint)
+def _hidden(config: Config, path: str, key: Key, by: str) -> Problem:
+    """The problem that the file at ``path``, which ``key`` names, is kept out of the sdist."""
+    hint = (
+        f"If everybody may have it, set artifacts = [{to_toml('/' + path)}] in "
+        "[tool.hatch.build.targets.sdist].\n"
+        "If the sdist need not build the wheel, switch the hook on for wheels only: "
+        f"[tool.hatch.build.targets.wheel.hooks.{NAME}]."
+    )
+    if config.build.backend is not None:
+        hint = "If everybody may have it, let your build back end add it to the sdist."
+    message = f"{path} is not in the sdist, which builds no wheel without it: {by}."
+    return Problem.at(key, Kind.NOT_IN_SDIST, message, hint)
 
 
 def _hidden_by(builder_config: Any, path: str, *, private: bool) -> str | None:

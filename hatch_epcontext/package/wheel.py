@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from hatch_epcontext.config.settings import Config, Target
-from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting, WheelError
+from hatch_epcontext.errors import ConfigError, Key, Kind, Problem, Setting
 from hatch_epcontext.files import RENAME, FileRecord, is_text
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Result
@@ -351,11 +351,6 @@ def _release_of_ep(target: Target) -> str | None:
     release = installed(Requirement(library.requirements[0]).name) or ""
     known = library.ep_versions.items()
     return next((ep for start, ep in known if release.startswith(start)), None)
-
-
-def verify(wheel: Path, folder: PurePosixPath, files: Mapping[str, FileRecord]) -> None:
-    """Raise WheelError with all `differences`."""
-    WheelError.check(differences(wheel, folder, files))
 
 
 def differences(

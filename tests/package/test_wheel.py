@@ -282,7 +282,7 @@ def records(finished: Files) -> dict[str, FileRecord]:
 
 def test_the_package_in_a_valid_wheel_is_verified(files: Files, tmp_path: Path) -> None:
     path = archived(files, tmp_path)
-    wheel.verify(path, OUTPUT, records(files))
+    assert not [*wheel.differences(path, OUTPUT, records(files))]
     assert verified(path) == 9
 
 
@@ -303,7 +303,7 @@ def test_a_package_that_differs_from_what_was_built_is_an_error(
     if content is None:
         del packed[f"{OUTPUT}/{name}"]
     with pytest.raises(WheelError, match=message) as raised:
-        wheel.verify(archived(packed, tmp_path), OUTPUT, records(finished))
+        WheelError.check(wheel.differences(archived(packed, tmp_path), OUTPUT, records(finished)))
     (problem,) = raised.value.problems
     assert problem.kind is Kind.INVALID_WHEEL
     assert problem.location == f"my_app-1-py3-none-any.whl: {OUTPUT}"
