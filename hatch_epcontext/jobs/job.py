@@ -196,7 +196,7 @@ class _JobRun:
         if (line := self._name(search, recipe)) and time.monotonic() > self._start + _ANNOUNCED:
             until_now = f"(until now: {best_note(search)})"
             self._build.workers.report(f"{self._job.location}: {line} {until_now} ...")
-        folder = self._build.scratch("artifact")
+        folder = self._new_folder()
         with self._files_unchanged():
             attempt = self._steps.attempt(recipe.job_of(self._job), recipe, folder)
         if attempt.record is not None:
@@ -235,11 +235,8 @@ class _JobRun:
 
         Its folder is then in `_folders`.
         """
-        build = self._build
-        # Mostly it is the winner, whose folder this is.
-        own = build.staging / PACKAGE / self._job.folder
-        folder = build.scratch("artifact") if own.exists() else own
-        record = build.cache.get(
+        folder = self._new_folder()
+        record = self._build.cache.get(
             "artifacts",
             key,
             Record,
@@ -249,6 +246,12 @@ class _JobRun:
         if record is not None:
             self._folders[key] = folder
         return record
+
+    def _new_folder(self) -> Path:
+        """Where the next artifact goes."""
+        # Mostly the first is the winner, whose folder this is.
+        own = self._build.staging / PACKAGE / self._job.folder
+        return self._build.scratch("artifact") if own.exists() else own
 
     def _fits(self, record: Record) -> bool:
         """Whether ``record`` may be that of an artifact of the job."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from hatch_epcontext.cache.build import Cache
 from hatch_epcontext.config.settings import Model, Target
 from hatch_epcontext.errors import AccidentError, BuildError, CrashError, LimitError, RefusedError
-from hatch_epcontext.files import link_or_copy, record_files
+from hatch_epcontext.files import patiently, record_files
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.jobs.artifact import Source
 from hatch_epcontext.jobs.plan import Job, with_options
@@ -159,8 +158,8 @@ class Steps:
         record: Record,
         to_beat: Nearness | None = None,
     ) -> Validated:
-        """Run a moved copy of the job's model with this ``index``, which was compiled into ``folder``, in a
-        process that has compiled nothing.
+        """Run the job's model with this ``index``, which was compiled into ``folder``, from another folder,
+        in a process that has compiled nothing.
 
         ``record``: that of the whole artifact. It ends early if it is worth no more than ``to_beat``.
         """
@@ -175,8 +174,9 @@ class Steps:
             is_same = again.preparation.rewrites == record.preparations[index].rewrites
             prepared = again.path if is_same else None
         moved = self.build.scratch("moved")
-        with writing("a copy to validate", moved):
-            shutil.copytree(folder, moved, copy_function=link_or_copy)
+        with writing("what is validated", moved):
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            patiently(lambda: folder.rename(moved))
         to_run = model.to_run_on(target)
         request = ValidateRequest(
             to_run,
@@ -205,9 +205,11 @@ class Steps:
 
         prepare = partial(self._prepare, job, to_run, Recipe("none"), self.build.workers)
         source = self._references.get(_source_key(job, to_run))
-        validated = _call_again(lambda: validate_moved(request, call, prepare, source))
-        shutil.rmtree(moved)
-        return validated
+        try:
+            return _call_again(lambda: validate_moved(request, call, prepare, source))
+        finally:
+            with writing("an artifact", folder):
+                patiently(lambda: moved.rename(folder))
 
     def prepare_and_change(
         self, job: Job, index: int, recipe: Recipe, worker: Worker | Workers | None = None
@@ -354,7 +356,7 @@ def validate_moved(
     prepare: Callable[[], Prepared],
     source: Prepared | None = None,
 ) -> Validated:
-    """Run a moved copy by ``call``, and compare it with ``source``, or else with what ``prepare`` makes."""
+    """Run an artifact by ``call``, and compare it with ``source``, or else with what ``prepare`` makes."""
     if source is None and request.target.provider.by_library:
         # Without its device nothing is run, and the source may be large.
         validated = call(replace(request, tolerance=None))

@@ -178,7 +178,7 @@ class CompileRequest(WorkerRequest[CompileReply], action="compile", fills="folde
 
 @dataclass(frozen=True)
 class ValidateRequest(WorkerRequest[Validated], action="validate"):
-    """Load and run ``context`` (in ``folder``, a moved copy of the artifact) on dummy inputs, and
+    """Load and run ``context`` (in ``folder``, away from where it was compiled) on dummy inputs, and
     compare with the ``reference`` unless ``tolerance`` is None.
 
     ``sharing``: all members of the context's weight-sharing group, in order; empty without a group.
