@@ -56,17 +56,19 @@ def _evaluated(annotation: str, module: str) -> Any:
 
 def _init(self: Any, *values: Any, **named: Any) -> None:
     fields, own = self._fields, self.__dict__
-    own.update(fields.defaults)
-    for name, factory in fields.factories:
-        own[name] = factory()
-    own.update(zip(fields.positional, values, strict=False))
+    # `dataclasses.replace` names all.
+    if values or len(named) < len(fields.names):
+        own.update(fields.defaults)
+        for name, factory in fields.factories:
+            own[name] = factory()
+        own.update(zip(fields.positional, values, strict=False))
     own.update(named)
     twice = named.keys() & fields.positional[: len(values)] if values and named else ()
     if twice or own.keys() != fields.names.keys() or len(values) > len(fields.positional):
         wrong = twice or own.keys() ^ fields.names.keys()
         text = f"{type(self).__name__} has the fields {', '.join(fields.names)}"
         raise TypeError(f"{text}; wrong or missing: {', '.join(sorted(wrong)) or 'one too many'}")
-    if hasattr(self, "__post_init__"):
+    if fields.has_post_init:
         self.__post_init__()
 
 
@@ -81,6 +83,7 @@ class _Fields:
         self.defaults = {item.name: item.default for item in fields if item.default is not missing}
         factories = ((item.name, item.default_factory) for item in fields)
         self.factories = [(name, factory) for name, factory in factories if factory is not missing]
+        self.has_post_init = hasattr(cls, "__post_init__")
 
 
 def _eq(self: Any, other: object) -> Any:

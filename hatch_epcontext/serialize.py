@@ -264,8 +264,9 @@ def to_plain(value: Any) -> Any:
 
 def _unwrapped(value: Any) -> Any:
     """What JSON has for ``value``, which it lacks; inner values stay as they are. Raises TypeError."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    type_: type[Any] = type(value)
+    if dataclasses.is_dataclass(type_):
+        return {name: getattr(value, name) for name in _field_names(type_)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Path):
@@ -273,6 +274,11 @@ def _unwrapped(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} has no spelling in JSON")
+
+
+@functools.cache
+def _field_names(type_: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(type_))
 
 
 def to_json(value: Any, *, indent: int | None = 2) -> str:

@@ -268,8 +268,10 @@ def _key(model: Model, index: Index) -> str:
         for target in model.compiled_targets
         if target.profiles or target.provider.static_shapes or target.provider.product == "context"
     ]
-    inputs = inputs_digest(model.validate.inputs, index)
-    return value_sha256([_unchecked_key(model, index), inputs, targets])
+    inputs, unchecked = model.validate.inputs, _unchecked_key(model, index)
+    if not targets and inputs in SYNTHETIC:
+        return unchecked
+    return value_sha256([unchecked, inputs_digest(inputs, index), targets])
 
 
 def _unchecked_key(model: Model, index: Index) -> str:
