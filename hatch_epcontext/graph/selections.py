@@ -336,10 +336,10 @@ class _Finder:
     def _joined(self, name: str) -> list[str]:
         """The values that a Concat along the last axis joins in the value ``name``; else itself."""
         origin = self._scope.origin(name, _MOVED)
-        node, sizes, joined = self._scope.maker(origin), *map(self._scope.sizes, (name, origin))
+        node, sizes = self._scope.maker(origin, "Concat"), self._scope.sizes(name)
+        joined = self._scope.sizes(origin)
         if (
             node is None
-            or node.op_type != "Concat"
             or not (sizes and joined and sizes[-1] == joined[-1])
             or graph.number(node, "axis", 0) not in (-1, len(joined) - 1)
         ):
@@ -349,33 +349,27 @@ class _Finder:
     def _is_whole(self, name: str) -> bool:
         """Whether the value ``name`` has whole numbers, such as classes."""
         origin = self._scope.origin(name, _SAME_NUMBERS)
-        node, dtype = self._scope.maker(origin), self._scope.dtype(origin)
-        is_whole = dtype is not None and dtype.kind in "iub"
-        return is_whole or (node is not None and node.op_type in _WHOLE)
+        is_whole = self._scope.kind(origin) in ("i", "u", "b")
+        return is_whole or self._scope.maker(origin, *_WHOLE) is not None
 
     def _gathered(self, name: str) -> str:
         """The value from which the rows of the value ``name`` are gathered; empty if they are not."""
-        values = ""
-        while (node := self._scope.maker(self._scope.origin(name, _MOVED))) is not None:
-            if node.op_type not in operators.GATHERS:
-                break
+        values, gathers = "", operators.GATHERS
+        while (node := self._scope.maker(self._scope.origin(name, _MOVED), *gathers)) is not None:
             name = values = node.input[0]
         return values
 
     def _is_score(self, name: str, node: onnx.NodeProto) -> bool:
         """Whether the value ``name`` has the scores by which the TopK ``node`` selects."""
         origin = self._scope.origin(name, _SAME_ORDER)
-        maker = self._scope.maker(origin)
-        if maker is not None and maker.op_type in operators.GATHERS:
-            origins = (self._scope.origin(gathered.input[0], _MOVED) for gathered in (maker, node))
+        if (gather := self._scope.maker(origin, *operators.GATHERS)) is not None:
+            origins = (self._scope.origin(source.input[0], _MOVED) for source in (gather, node))
             return len(set(origins)) == 1
         return origin == node.output[0]
 
     def _choice(self, name: str) -> Choice | None:
-        node = self._scope.maker(name)
-        if node is None or node.op_type not in ("ArgMax", "ArgMin"):
-            return None
-        if self._scope.maker(node.input[0]) is None:
+        node = self._scope.maker(name, "ArgMax", "ArgMin")
+        if node is None or self._scope.maker(node.input[0]) is None:
             return None
         is_least = node.op_type == "ArgMin"
         return Choice(node.input[0], graph.number(node, "axis", 0), is_least)
