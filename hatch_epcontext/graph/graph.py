@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -94,45 +93,6 @@ def is_random(node: onnx.NodeProto) -> bool:
 def compute_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Return the nodes of ``graph`` that are not constants, including nested ones."""
     return [node for node in nodes(graph) if node.op_type != "Constant"]
-
-
-def name_nodes(graph: onnx.GraphProto) -> bool:
-    """Give each node of ``graph`` a name of its own: that of its first output, if it has none, and
-    a number if another node has it. Returns whether a name changed.
-    """
-    nodes = compute_nodes(graph)
-    names, counts = {node.name for node in nodes}, Counter[str]()
-    own, changed = {""}, False
-    for node in nodes:
-        if node.name in own:
-            stem = unique = node.name or next(filter(None, node.output), node.op_type)
-            while unique in names:
-                counts[stem] += 1
-                unique = f"{stem}_{counts[stem]}"
-            node.name, changed = unique, True
-            names.add(unique)
-        own.add(node.name)
-    return changed
-
-
-def order_layout_changes(graph: onnx.GraphProto) -> None:
-    """Give the nodes of ``graph`` an order and names that are the same in every run.
-
-    ONNX Runtime adds ReorderOutput, which changes the layout for a CPU, in the order of addresses in memory.
-    Graphs without it stay as they are.
-    """
-    for body in graphs(graph):
-        added = [node for node in body.node if node.op_type == "ReorderOutput"]
-        for node in added:
-            node.name = f"{node.op_type}_{node.output[0]}"
-        if added:
-            depths: dict[str, int] = {}
-            for node in body.node:
-                depth = 1 + max((depths.get(name, 0) for name in read_by(node)), default=0)
-                depths.update(dict.fromkeys(node.output, depth))
-            order = sorted(body.node, key=lambda node: (depths[node.output[0]], node.output[0]))
-            del body.node[:]
-            body.node.extend(order)
 
 
 def contexts(graph: onnx.GraphProto) -> list[onnx.NodeProto]:

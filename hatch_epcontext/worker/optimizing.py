@@ -12,7 +12,7 @@ from hatch_epcontext.config.settings import Target
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.external import external_data
-from hatch_epcontext.graph.repairs import restore_inlined, without_prefix
+from hatch_epcontext.graph.repairs import name_nodes, restore_inlined, without_prefix
 from hatch_epcontext.worker.session import (
     LEVELS,
     MIN_EXTERNAL,
@@ -85,7 +85,7 @@ def load_named(path: Path) -> onnx.ModelProto:
     a function may lack.
     """
     model = onnx.load(path, load_external_data=False)
-    if graph.name_nodes(model.graph):
+    if name_nodes(model.graph):
         onnx.save(model, path)
     return model
 

@@ -19,6 +19,7 @@ from hatch_epcontext.files import file_sha256, link_or_copy, put_files
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.external import external_data
 from hatch_epcontext.graph.reading import load
+from hatch_epcontext.graph.repairs import order_layout_changes
 from hatch_epcontext.graph.versions import keep_metadata, lower_versions
 from hatch_epcontext.shipped import PREPARED
 from hatch_epcontext.worker.compiling import compile_buffers, compile_context
@@ -96,7 +97,7 @@ def _finish(onnx_model: onnx.ModelProto, model: Model, result: Path) -> None:
     """Write ``onnx_model``, which was made of ``model``, for apps: with its metadata, for older releases."""
     keep_metadata(onnx.load(model.path, load_external_data=False), onnx_model)
     lower_versions(onnx_model)
-    graph.order_layout_changes(onnx_model.graph)
+    order_layout_changes(onnx_model.graph)
     onnx.save(onnx_model, result)
 
 

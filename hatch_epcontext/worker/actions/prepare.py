@@ -16,7 +16,7 @@ from hatch_epcontext.graph.bodies import move_weights
 from hatch_epcontext.graph.constants import fold_constants, has_constants
 from hatch_epcontext.graph.dequantize import static_format
 from hatch_epcontext.graph.facts import Cost
-from hatch_epcontext.graph.repairs import separate_outputs
+from hatch_epcontext.graph.repairs import name_nodes, separate_outputs
 from hatch_epcontext.graph.rewrites import unrolls
 from hatch_epcontext.graph.rewrites.precise import applicable
 from hatch_epcontext.graph.versions import usual_versions
@@ -229,7 +229,7 @@ def _write_fixed(request: PrepareRequest, folder: Path) -> tuple[onnx.ModelProto
     inference.infer_anew(onnx_model, lambda model, names: types_of_runtime(model, source, names))
     separate_outputs(onnx_model)
     # An EP reports the nodes that it refuses by their names.
-    graph.name_nodes(onnx_model.graph)
+    name_nodes(onnx_model.graph)
     name = f"{model.name}.fixed.onnx"
     while name in data:
         name = f"_{name}"

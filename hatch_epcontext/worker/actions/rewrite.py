@@ -21,6 +21,7 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import TooManyNodesError
 from hatch_epcontext.graph.facts import Declined
+from hatch_epcontext.graph.repairs import name_nodes
 from hatch_epcontext.graph.rewrites import REWRITES, UNROLLS, unrolls
 from hatch_epcontext.graph.rewrites.loops import leave_to_cpu
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
@@ -268,6 +269,6 @@ class _Rewriting:
         """Write ``model`` to ``path``, beside links to its external data, which is in ``source``."""
         names = data_of(model, source / path.name, self.request.model.key)
         put_files(names, source, path.parent)
-        graph.name_nodes(model.graph)
+        name_nodes(model.graph)
         onnx.save(model, path)
         return path

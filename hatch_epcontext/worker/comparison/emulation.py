@@ -19,6 +19,7 @@ from hatch_epcontext.graph.dtypes import Array
 from hatch_epcontext.graph.external import read_data
 from hatch_epcontext.graph.facts import PROTOBUF_LIMIT, NodeFacts
 from hatch_epcontext.graph.number_format import NumberFormat
+from hatch_epcontext.graph.repairs import name_nodes
 from hatch_epcontext.graph.rewrites.branches import if_as_where
 from hatch_epcontext.graph.rewriting import apply
 from hatch_epcontext.graph.rounding import emulate as round_values
@@ -79,7 +80,7 @@ class FormattedModel:
             return None
         read_data(prepared, path.parent)
         widen(prepared)
-        graph.name_nodes(prepared.graph)
+        name_nodes(prepared.graph)
         types = value_types(prepared, path)
         # Rounding does not look into branches.
         apply(prepared, [if_as_where], None, types, kept=skipped)
