@@ -126,11 +126,12 @@ class Range:
     ``whole``: whether the graph uses the values as integers, whatever their dtype.
     ``far``: other values that it may have. ``sound``: whether these are floats along one long axis;
     ``picture``: whether they are an image's.
-    ``floats``: how integers become floats, if they do. ``loose``: whether other integers are also accepted,
+    ``floats``: how integers become floats, if they do. ``loose``: whether other values are also accepted,
     although these are known. ``reach``: how large a graph with such constants expects values to be; 0 if
-    nothing shows it. ``thresholds``: numbers with which floats are compared, in order. ``signed``: whether
-    numbers that nothing bounds may be negative. ``gain``: the largest factor of integers. ``least``: the
-    level below which such floats are lost in the arithmetic, relative to their usual one.
+    nothing shows it. ``thresholds``: numbers with which floats are compared, in order; ``constants``: those
+    with which any values are compared, or which are subtracted from them. ``signed``: whether numbers that
+    nothing bounds may be negative. ``gain``: the largest factor of integers. ``least``: the level below which
+    such floats are lost in the arithmetic, relative to their usual one.
     ``shifted``: the factor by which values are multiplied of which only differences count; 0 for others.
     ``squared``: whether differences of their squares count. ``standardized``: the means and deviations by
     which a graph standardizes floats that nothing bounds: then the range is that of what it makes of them.
@@ -147,6 +148,7 @@ class Range:
     loose: bool = False
     reach: float = 0.0
     thresholds: tuple[float, ...] = ()
+    constants: tuple[float, ...] = ()
     signed: bool = True
     gain: float = 1.0
     least: float = 0.0

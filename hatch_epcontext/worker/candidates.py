@@ -45,6 +45,20 @@ def candidate(
     return np.asarray(numbers).astype(dtype)
 
 
+def around_constants(
+    facts: TensorFacts, range_: Range, count: int, rng: np.random.Generator
+) -> Array:
+    """Return such arrays, each of whose values is around any of the constants of ``range_``, which has some,
+    or one of these.
+    """
+    shape = (count, *(size if isinstance(size, int) else 1 for size in facts.sizes))
+    spread = rng.choice((0.0, 2.0 ** -rng.uniform(1, _NARROWEST)))
+    numbers = rng.choice(range_.constants, shape) * (1 + spread * rng.standard_normal(shape))
+    numbers = np.clip(numbers, *_bounds(facts, range_))
+    dtype = numpy_dtype(facts.dtype)
+    return np.asarray(numbers if is_float(dtype) else np.rint(numbers)).astype(dtype)
+
+
 def _ends(
     facts: TensorFacts, range_: Range, growth: float, rng: np.random.Generator
 ) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from hatch_epcontext.graph.dtypes import Array, Arrays, is_float
 from hatch_epcontext.graph.facts import Far, Range, TensorFacts
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.text import listing
-from hatch_epcontext.worker.candidates import GROWTH, candidate
+from hatch_epcontext.worker.candidates import GROWTH, around_constants, candidate
 from hatch_epcontext.worker.comparison.runs import ReferenceRun, finite, sides, tells, values_of
 from hatch_epcontext.worker.crossing import Comparisons, between, half_way
 from hatch_epcontext.worker.samples import BUDGET, MAX_BYTES, Sample
@@ -142,11 +142,40 @@ class Trials:
         self, base: ReferenceRun, growth: float, rng: np.random.Generator
     ) -> ReferenceRun | None:
         """The run of other values with as many frames as ``base``, and the same first states."""
-        fed = {
-            tensor.name: candidate(tensor, self.ranges[tensor.name], len(base.frames), growth, rng)
+        return self._with(
+            base,
+            {
+                tensor.name: candidate(
+                    tensor, self.ranges[tensor.name], len(base.frames), growth, rng
+                )
+                for tensor in self._varied
+            },
+        )
+
+    def around(self, base: ReferenceRun, rng: np.random.Generator) -> ReferenceRun | None:
+        """The same of values around the constants of the graph, where it has some."""
+        return self._with(
+            base,
+            {
+                tensor.name: around_constants(
+                    tensor, self.ranges[tensor.name], len(base.frames), rng
+                )
+                for tensor in self._varied
+                if self.ranges[tensor.name].constants
+            },
+        )
+
+    @property
+    def _varied(self) -> Iterator[TensorFacts]:
+        """The inputs with a range that are no states."""
+        return (
+            tensor
             for tensor in self.inputs
             if tensor.name in self.ranges and tensor.name not in self.states
-        }
+        )
+
+    def _with(self, base: ReferenceRun, fed: Arrays) -> ReferenceRun | None:
+        """The run of ``base`` with the values ``fed``, of all frames."""
         return self.result(
             [
                 {**frame, **{name: array[number] for name, array in fed.items()}}
@@ -168,7 +197,12 @@ def changing_runs(aims: Aims, trials: Trials, multiply_adds: int) -> list[Refere
     most = int(min(_MOST, _SHARE * BUDGET / cost, MAX_BYTES / (size + 1)))
     counts: Counter[str] = Counter()
     changing: list[ReferenceRun] = []
-    for candidates, enough in ((_far, _ENOUGH), (_grown, _ENOUGH), (_crossing, 1)):
+    for candidates, enough in (
+        (_far, _ENOUGH),
+        (_grown, _ENOUGH),
+        (_among_constants, 1),
+        (_crossing, 1),
+    ):
         trials.left = 2 * most
         if all(counts[name] >= enough for name in aims.names):
             break
@@ -194,6 +228,14 @@ def _grown(aims: Aims, trials: Trials, most: int) -> Iterator[ReferenceRun]:
         growth = GROWTH * (number + 1) / most
         run = trials.candidate(aims.base, growth, generator(_FIRST_SEED + number))
         if run is not None:
+            yield run
+
+
+def _among_constants(aims: Aims, trials: Trials, most: int) -> Iterator[ReferenceRun]:
+    """The runs of ``most`` candidates whose values are around those of tables, as of sizes of coins."""
+    has_some = any(range_.constants for range_ in trials.ranges.values())
+    for number in range(most if has_some else 0):
+        if (run := trials.around(aims.base, generator(_FIRST_SEED + number))) is not None:
             yield run
 
 

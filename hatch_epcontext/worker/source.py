@@ -107,6 +107,7 @@ def _of_app(known: Range, low: float, high: float) -> Range:
     usual = known.usual if known.usual is not None and low <= known.usual <= high else None
     return Range(
         *(low, high, True, usual, known.whole),
+        constants=known.constants,
         shifted=known.shifted,
         squared=known.squared,
         picture=known.picture,

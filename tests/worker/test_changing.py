@@ -73,6 +73,19 @@ FENCE = """(float[1, 2] position) => (bool[1, 1] y) <float radius = {0.5}>
     { away = Sub (position, center) square = ReduceSumSquare <axes = [1]> (away) distance = Sqrt (square)
       y = Less (distance, radius) }"""
 
+SCORE = """(int32[2, 5] vitals) => (bool[2] y) <int64 least = {7}, int64 highest = {3}> {
+    column = Unsqueeze (vitals, two) is_above = GreaterOrEqual (column, limits) n = Cast <to = 7> (is_above)
+    interval = ReduceSum <keepdims = 0> (n, two) points = Abs (interval) away = Sub (points, two)
+    each = Abs (away) sum = ReduceSum <keepdims = 0> (each, one)
+    most = ReduceMax <axes = [1], keepdims = 0> (each)
+    many = GreaterOrEqual (sum, least) one_high = Greater (most, one64) y = Or (many, one_high) }"""
+
+NEAREST = """(int32[6] diameter, int32[6] weight) => (bool[6] y) <float most = {16}> {
+    d = Cast <to = 1> (diameter) w = Cast <to = 1> (weight) dc = Unsqueeze (d, one) wc = Unsqueeze (w, one)
+    both = Concat <axis = 1> (dc, wc) each = Unsqueeze (both, one) away = Sub (each, coins)
+    scaled = Div (away, deviations) sum = ReduceSumSquare <axes = [2], keepdims = 0> (scaled)
+    least = ReduceMin <axes = [1], keepdims = 0> (sum) y = Less (least, most) }"""
+
 NAMED = {"zero": 0, "one": 1, "two": 2, "eleven": 11, "twelve": 12}
 NUMBERS = NAMED | {f"n{number}": number for number in (59, 60, 95, 96)}
 
@@ -84,6 +97,12 @@ def made_of(text: str) -> onnx.ModelProto:
     }
     if "limits" in text:
         stored["limits"] = np.array([[18.5, 25, 30]], np.float32)
+    if "vitals" in text:
+        stored["limits"] = np.add([[9, 92, 91, 41, 351]], [[0], [12], [20], [40]], dtype=np.int32).T
+        stored["one64"] = np.array(1, np.int64)
+    if "coins" in text:
+        stored["coins"] = np.array([[[16250, 2300], [21250, 3920], [25750, 8500]]], np.float32)
+        stored["deviations"] = np.array([120, 90], np.float32)
     if "center" in text:
         stored["center"] = np.array([[48.1, 11.5]], np.float32)
     return parsed(text, **stored)
@@ -109,6 +128,8 @@ def looked_for(expected: Reference) -> list[str]:
         pytest.param(WINDOW, id="window"),
         pytest.param(EQUAL, id="equal"),
         pytest.param(FENCE, id="fence"),
+        pytest.param(SCORE, id="score"),
+        pytest.param(NEAREST, id="nearest"),
     ],
 )
 def test_an_output_that_is_always_the_same_is_compared_where_it_changes(

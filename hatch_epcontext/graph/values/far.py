@@ -70,7 +70,13 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     if ordinary.usual is not None:
         return replace(ordinary, far=tuple(_larger(facts, uses)))
     shifted = uses.scale if uses.has_offset and not looks_like_image(facts) else 0.0
-    ordinary = replace(ordinary, thresholds=uses.thresholds, least=uses.least, shifted=shifted)
+    ordinary = replace(
+        ordinary,
+        thresholds=uses.thresholds,
+        constants=uses.constants,
+        least=uses.least,
+        shifted=shifted,
+    )
     if not is_float(dtype):
         scaled = expected(uses.scale) if uses.scale < 1 else 0.0
         reach = max(uses.reach, uses.divided.reach, uses.turns, scaled)
@@ -87,7 +93,9 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
         centers = [] if ordinary.known else uses.centers
         beside = [center for center in centers if center.compared or not ordinary.picture]
         around = _around(facts, ordinary, replace(uses, centers=beside))
-        return replace(ordinary, far=(*larger, *around))
+        # Beyond the limits of a clip values still have an effect in a comparison.
+        loose = not all(ordinary.low <= number <= ordinary.high for number in uses.thresholds)
+        return replace(ordinary, far=(*larger, *around), loose=loose)
     ordinary, uses = _around_means(facts, ordinary, uses)
     ordinary, beyond_end = _within_end(ordinary, uses)
     # A constant beyond full scale is beside other quantities.

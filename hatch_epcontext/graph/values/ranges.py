@@ -234,9 +234,12 @@ def _is_single(facts: TensorFacts) -> bool:
     return facts.shape is not None and all(size == 1 for size in facts.shape)
 
 
-def _is_flat(facts: TensorFacts) -> bool:
-    """Whether there is one number for each member of a batch."""
-    return facts.shape is not None and sum(size != 1 for size in facts.shape) <= 1
+def _is_of_members(facts: TensorFacts, tensors: Sequence[TensorFacts]) -> bool:
+    """Whether there is one number for each member of a batch of one of ``tensors``."""
+    several = [size for size in facts.sizes if size != 1]
+    batches = [other.sizes[0] for other in tensors if len(other.sizes) > 1]
+    is_flat = facts.shape is not None and len(several) <= 1
+    return is_flat and (not several or not isinstance(several[0], int) or several[0] in batches)
 
 
 def _known_range(
@@ -250,7 +253,7 @@ def _known_range(
     indices = [*kinds["index"], *kinds["member"]]
     if (is_mask_name(facts.name) or kinds["mask"]) and not indices:
         return Range(0.0, 1.0, True, _usual_of_mask(facts, kinds["mask"]))
-    is_length = kinds["length"] or (is_length_name(facts.name) and _is_flat(facts))
+    is_length = kinds["length"] or (is_length_name(facts.name) and _is_of_members(facts, tensors))
     if is_integer and is_length and not indices:
         return _length(facts, kinds["length"], tensors)
     firm = [*kinds["index"], *kinds["member"], *kinds["length"]]

@@ -117,8 +117,12 @@ class Uses:
     @property
     def thresholds(self) -> tuple[float, ...]:
         """All floats with which they are compared, in order."""
-        compared = [np.ravel(center.values) for center in self.centers if center.rounded]
-        return tuple(map(float, np.unique(np.concatenate(compared)))) if compared else ()
+        return _in_order(center for center in self.centers if center.rounded)
+
+    @property
+    def constants(self) -> tuple[float, ...]:
+        """All numbers with which they are compared, or which are subtracted from them, in order."""
+        return _in_order(self.centers)
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,11 @@ class Center:
     unit: float = 0.0
     compared: bool = False
     rounded: bool = False
+
+
+def _in_order(centers: Iterable[Center]) -> tuple[float, ...]:
+    values = [np.ravel(center.values) for center in centers]
+    return tuple(map(float, np.unique(np.concatenate(values)))) if values else ()
 
 
 class UsesOfInputs:

@@ -40,6 +40,7 @@ def ranges_of(model: onnx.ModelProto) -> dict[str, Range]:
             sound=False,
             reach=0.0,
             thresholds=(),
+            constants=(),
             signed=True,
             least=0.0,
             shifted=0.0,
@@ -159,6 +160,27 @@ def test_a_length_that_counts_positions_is_that_of_the_input_after_which_it_is_c
             mask = Less (positions, x_lengths)
             y = Cast <to = 1> (mask) }""")
     assert found["x_lengths"] == index(32, 1, 32)
+
+
+def test_lengths_that_measure_no_axis_are_quantities() -> None:
+    found = ranges("""(int32[12] start, int32[12] length_min, float[12, 8] x, int32[12] x_lengths) =>
+        (int32[12] end, int32[12] y) {
+            end = Add (start, length_min)
+            y = Identity (x_lengths) }""")
+    assert found["x_lengths"] == index(8, 1, 8)
+    found = ranges("""(int32[12] start, int32[12] length_min) =>
+        (int32[12] end) { end = Add (start, length_min) }""")
+    assert found["length_min"] == Range(0, 255, known=False, whole=True, gain=2)
+
+
+def test_a_comparison_with_a_constant_beyond_the_limits_of_a_clip_is_of_other_values_too() -> None:
+    text = """(float[4] x, float[4] z) => (y) <float zero = {273.15}, float low = {0}, float high = {20}>
+        { c = Sub (x, zero) d = Clip (c, low, high) below = Less (x, limit) n = Cast <to = 1> (below)
+          a = Clip (z, low, high) s = Add (d, n) y = Add (s, a) }"""
+    found = all_of(text, limit=np.float32(263.15))
+    assert (found["x"].known, found["x"].is_firm) == (True, False)
+    assert found["z"].is_firm
+    assert all_of(text, limit=np.float32(280))["x"].is_firm
 
 
 def test_the_lengths_of_a_recurrent_layer_are_up_to_its_length() -> None:
