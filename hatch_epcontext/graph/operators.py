@@ -39,6 +39,9 @@ MEANS = frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"})
 
 COMPARES = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
+DECIDES = COMPARES - {"Equal"} | {"ArgMax", "ArgMin", "Ceil", "Floor", "Mod", "Round", "TopK"}
+"""Operators whose results jump where operands differ little. So does a Cast of floats to integers."""
+
 QUANTIZES = frozenset({"QuantizeLinear", "com.microsoft.QuantizeLinear"})
 DEQUANTIZES = frozenset({"DequantizeLinear", "com.microsoft.DequantizeLinear"})
 

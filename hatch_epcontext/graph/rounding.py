@@ -124,6 +124,36 @@ def with_thresholds(
     return copy if scaled else None
 
 
+def with_moved_decisions(
+    model: onnx.ModelProto, scope: Scope, unit: float, rng: np.random.Generator
+) -> onnx.ModelProto | None:
+    """A copy of ``model``, whose values ``scope`` knows, that decides by floats of which each is by a part
+    ``unit`` larger or smaller, as ``rng`` chooses; None if it decides by no floats that it computes.
+    """
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    builder, has_moved = Builder(copy), False
+    for node in model.graph.node:
+        moved = copy_of(node)
+        for index, name in enumerate(node.input if _decides(node, scope) else ()):
+            shape = scope.shape(name)
+            if scope.dtype(name) != np.float32 or scope.constant(name) is not None or shape is None:
+                continue
+            factors = 1 + unit * rng.choice((-1.0, 1.0), shape)
+            factor = builder.store(np.asarray(factors, np.float32))
+            moved.input[index], has_moved = builder.add("Mul", name, factor), True
+        builder.append(moved)
+    builder.write()
+    return copy if has_moved else None
+
+
+def _decides(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether the results of ``node`` jump where its operands differ little."""
+    dtype = scope.dtype(node.output[0])
+    is_whole = node.op_type == "Cast" and dtype is not None and dtype.kind in "iu"
+    return is_whole or graph.operator(node) in operators.DECIDES
+
+
 class _EmulatedGraph:
     def __init__(self, model: onnx.ModelProto, scope: Scope, format_: NumberFormat) -> None:
         self._format = format_

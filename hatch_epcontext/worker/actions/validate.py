@@ -35,8 +35,10 @@ from hatch_epcontext.worker.comparison.compare import (
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect, nearest
 from hatch_epcontext.worker.comparison.emulation import (
+    Decisions,
     FormattedModel,
     conditioned,
+    decided,
     emulate,
     narrowed,
     with_rare,
@@ -144,6 +146,7 @@ def _compare(
     _check_outputs(request, expected)
     tolerance = within_noise(request.tolerance, expected.facts)
     divergence, emulated = _emulate(request, expected, tolerance)
+    expected = divergence.reference if divergence else expected
     chosen = _chosen_runs(request, expected, divergence, emulated)
     runs = _with_worst_first(chosen, request.to_beat, emulated)
     if _may_be_wider(request, session, expected, tolerance, runs, emulated):
@@ -154,7 +157,7 @@ def _compare(
         expected = for_other_numbers(expected)
     subject = _subject(request, expected)
     report = partial(announce, f"running {subject.what}")
-    baselines = Baselines(emulated, request.to_beat)
+    baselines = Baselines(emulated, request.to_beat, _decisions(request, divergence, tolerance))
     compared = compare_runs(session, expected, tolerance, runs, baselines, report)
     if emulated:
         compared = concluded(compared, expected, emulated)
@@ -194,6 +197,15 @@ def _compare(
 def _subject(request: ValidateRequest, expected: Reference) -> Subject:
     reference = "the CPU's" if expected.facts.integers is None else "its float form's"
     return Subject(request.model, reference=reference)
+
+
+def _decisions(
+    request: ValidateRequest, divergence: Divergence | None, limits: Tolerance
+) -> Decisions | None:
+    """What rounding may flip in dummy inputs; None for inputs that the app has, which all count."""
+    if divergence is None or request.model.validate.inputs not in SYNTHETIC:
+        return None
+    return Decisions(divergence.model, divergence.reference, limits)
 
 
 def _warnings(
@@ -374,6 +386,8 @@ def _emulate(
         if model := FormattedModel.load(Path(request.prepared), format_, skipped, bits):
             levels = emulate(model, expected, tolerance)
             if request.model.validate.inputs in SYNTHETIC:
+                levels, reasons = decided(levels, Decisions(model, expected, tolerance))
+                expected = expected.with_inconclusive(reasons)
                 levels = with_rare(conditioned(levels, model, expected, tolerance))
             return Divergence(model, expected), levels
     except ModelError:

@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Tolerance
+from hatch_epcontext.worker.comparison.emulation import Decisions
 from hatch_epcontext.worker.comparison.levels import Level, Levels
 from hatch_epcontext.worker.comparison.measures import SENSITIVE, worst_agreements
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, Side, sides, tells
@@ -44,15 +45,16 @@ class Difference:
 class Comparison:
     """The worst agreement of each output in the ``samples`` that were run, or those of the ``difference``.
 
-    ``unusual``: differences for inputs that an app may never have; ``agreed``: the runs that agree, and
-    ``levels``: those of usual ones. ``runs``: how often the target ran; ``beaten``: whether the other runs
-    cannot make it worth more than what is to be beaten.
+    ``unusual``: differences for inputs that an app may never have; ``undecided``: those that say nothing of
+    others; ``agreed``: the runs that agree, and ``levels``: those of usual ones. ``runs``: how often the
+    target ran; ``beaten``: whether the other runs cannot make it worth more than what is to be beaten.
     """
 
     agreements: tuple[Agreement, ...] = ()
     samples: tuple[str, ...] = ()
     difference: Difference | None = None
     unusual: tuple[Difference, ...] = ()
+    undecided: tuple[Difference, ...] = ()
     levels: tuple[Level, ...] = ()
     agreed: tuple[ReferenceRun, ...] = ()
     runs: int = 0
@@ -64,15 +66,29 @@ class Comparison:
         worst = min(self.levels, key=lambda level: level.margin, default=None)
         return "" if worst is None else worst.run.name
 
+    @property
+    def with_exceptions_only(self) -> Comparison:
+        """This, or with a difference if more usual runs are undecided than agree: these are no exceptions."""
+        usual = [difference for difference in self.undecided if difference.run.usual]
+        if len(usual) <= len(self.levels):
+            return self
+        return replace(self, difference=usual[0], agreements=usual[0].agreements)
+
 
 @dataclass(frozen=True)
 class Baselines:
-    """What a model is compared with besides its source: how near it is ``emulated`` in its number format, and
-    how near the artifact is that it is ``to_beat``.
+    """What a model is compared with besides its source: how near it is ``emulated`` in its number format,
+    and which ``decisions`` its rounding flips; and how near the artifact is that it is ``to_beat``.
     """
 
     emulated: Levels | None = None
     to_beat: Nearness | None = None
+    decisions: Decisions | None = None
+
+    def flip(self, difference: Difference) -> bool:
+        """Whether rounding flips what the source decides in the run of ``difference``."""
+        differing = [a.output for a in difference.agreements if a.differs]
+        return self.decisions is not None and self.decisions.flip(difference.run, differing)
 
     def have_won(
         self, before: Sequence[Agreement], run: ReferenceRun, agreeing: Sequence[Agreement]
@@ -128,6 +144,9 @@ def compare_runs(
             compared += one.agreeing
             if emulated is not None:
                 difference = difference.beside(emulated.of(run))
+            if baselines.flip(difference):
+                result = replace(result, undecided=(*result.undecided, difference))
+                continue
             if _counts(run, emulated):
                 return replace(result, difference=difference, agreements=difference.agreements)
             result = replace(result, unusual=(*result.unusual, difference))
@@ -144,7 +163,8 @@ def compare_runs(
             is_enough |= _is_as_emulated(level, emulated, runs)
         if one.beaten:
             return replace(result, agreements=worst_agreements(compared), beaten=True)
-    return replace(result, agreements=worst_agreements(compared))
+    result = replace(result, agreements=worst_agreements(compared))
+    return result.with_exceptions_only
 
 
 def _adds_nothing(run: ReferenceRun, result: Comparison, *, is_enough: bool) -> bool:

@@ -45,7 +45,7 @@ class Level:
     """How near ``run`` is to the source's: of its outputs the ``nearest`` to the limits, if any.
 
     ``limit``: the signal-to-noise ratio of its limits. ``ran``: whether the target ran it. ``rare``: whether
-    it is one of few usual samples that the number format makes wrong.
+    it is one of few usual samples that the number format makes wrong. ``wrong``: the outputs that differ.
     """
 
     run: ReferenceRun
@@ -53,15 +53,18 @@ class Level:
     limit: float
     ran: bool = False
     rare: bool = False
+    wrong: frozenset[str] = frozenset()
 
     @staticmethod
     def of(
         run: ReferenceRun, agreements: Iterable[Agreement], facts: Facts, limits: Tolerance
     ) -> Level:
         """The level of ``run`` with these ``agreements`` of outputs with the ``limits``."""
+        agreements = [*agreements]
         nearest = min(agreements, key=lambda agreement: agreement.above, default=None)
         name = "" if nearest is None else nearest.output
-        return Level(run, nearest, facts.of(name).within(limits.of(name)).snr)
+        wrong = frozenset(agreement.output for agreement in agreements if agreement.above < 0)
+        return Level(run, nearest, facts.of(name).within(limits.of(name)).snr, wrong=wrong)
 
     @property
     def margin(self) -> float:

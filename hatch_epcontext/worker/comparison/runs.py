@@ -130,6 +130,14 @@ class Reference:
             agreements.append(agreement)
         return agreements
 
+    def with_inconclusive(self, reasons: Mapping[str, str]) -> Reference:
+        """This reference, whose comparison of the outputs in ``reasons`` proves nothing."""
+        own = {
+            name: replace(facts, inconclusive=facts.inconclusive or reasons.get(name, ""))
+            for name, facts in self.facts.outputs.items()
+        }
+        return replace(self, facts=replace(self.facts, outputs=own))
+
     @cached_property
     def usual(self) -> Sequence[ReferenceRun]:
         """The first usual samples."""

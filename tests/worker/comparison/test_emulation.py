@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from hatch_epcontext.worker.comparison.compare import Baselines, Comparison, com
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.effect import cause_of, effect
 from hatch_epcontext.worker.comparison.emulation import (
+    Decisions,
     FormattedModel,
     conditioned,
+    decided,
     emulate,
     narrowed,
     with_rare,
@@ -613,6 +616,81 @@ def test_samples_beside_a_pole_or_a_threshold_do_not_count(
     assert dropped | kept <= every
     assert dropped.isdisjoint(names)
     assert kept <= names
+
+
+def border(size: int, at: int) -> onnx.ModelProto:
+    """A pitch and how far it is from the next note; of ``size`` pitches the one ``at`` that index is at the
+    border of two notes.
+    """
+    octave = 12 / math.log(2)
+    low = 8000 / (10 + at) / math.exp(11.499 / octave)
+    return parsed(
+        f"""(float[1, {size}] x) => (float[1] cents)
+            <float[1] first = {{10}}, float rate = {{{8000 / low}}}, float octave = {{{octave}}}> {{
+            index = ArgMax <axis = 1, keepdims = 0> (x) number = Cast <to = 1> (index)
+            lag = Add (number, first) hz = Div (rate, lag) log = Log (hz) pitch = Mul (log, octave)
+            note = Round (pitch) cents = Sub (pitch, note) }}"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "at", "dropped", "is_inconclusive"),
+    [(3, 0, 7, False), (3, 1, 9, True), (2, 1, 0, False)],
+    ids=["exceptions", "many", "nearly all"],
+)
+def test_samples_in_which_rounding_flips_a_decision_say_nothing(
+    tmp_path: Path, size: int, at: int, dropped: int, is_inconclusive: bool
+) -> None:
+    divergence, levels = emulated(border(size, at), tmp_path)
+    model, expected = divergence.model, divergence.reference
+    left, reasons = decided(levels, Decisions(model, expected, QNN))
+    usual, usual_left = (sum(level.run.usual for level in some) for some in (levels, left))
+    assert usual - usual_left == dropped
+    assert any(level.margin < 0 for level in levels if level.run.usual)
+    assert (left.margin >= 0) == bool(dropped)
+    reason = f"rounding to float16 flips what it depends on in {dropped} of {usual} samples"
+    assert reasons == ({"cents": reason} if is_inconclusive else {})
+    (agreement,) = expected.with_inconclusive(reasons).compare(
+        left[0].run, 0, left[0].run.outputs[0], QNN
+    )
+    assert (agreement.status is AgreementStatus.INCONCLUSIVE) == is_inconclusive
+
+
+def test_floats_that_a_format_has_not_are_no_decision_that_rounding_flips(tmp_path: Path) -> None:
+    made = parsed(
+        """(float[1, 64] x) => (float[1, 64] y) <float turns = {1000}> {
+            turn = Mul (x, turns) whole = Floor (turn) y = Sub (turn, whole) }"""
+    )
+    divergence, levels = emulated(made, tmp_path)
+    decisions = Decisions(divergence.model, divergence.reference, QNN)
+    assert levels.margin < 0
+    assert decided(levels, decisions) == (levels, {})
+
+
+RANK = """(uint8[1, 20] age, bool[1, 20] unread) => (int64[1, 8] rank)
+    <float day = {1440}, float more = {0.35}, int64[1] kept = {8}> {
+    minutes = Cast <to = 1> (age) days = Div (minutes, day) before = Neg (days) fresh = Exp (before)
+    new = Cast <to = 1> (unread) plus = Mul (new, more) score = Add (fresh, plus)
+    scores, rank = TopK (score, kept) }"""
+
+
+def test_a_difference_because_rounding_flips_a_decision_is_none(tmp_path: Path) -> None:
+    divergence, levels = emulated(parsed(RANK), tmp_path)
+    model, expected = divergence.model, divergence.reference
+    usual = [level for level in levels if level.run.usual]
+    (flipped,) = (level.run for level in usual if level.margin < 0)
+    path = save(model.rounding(model.prepared), tmp_path / "rounded.onnx")
+    session = open_session(path, cpu_options())
+    baselines = Baselines(levels, decisions=Decisions(model, expected, QNN))
+    runs = [flipped, usual[0].run]
+    assert compare_runs(session, expected, QNN, runs, Baselines(levels)).difference is not None
+    compared = compare_runs(session, expected, QNN, runs, baselines)
+    assert compared.difference is None
+    assert not compared.unusual
+    assert [difference.run.name for difference in compared.undecided] == [flipped.name]
+    assert [agreement.status for agreement in compared.agreements] == [AgreementStatus.AGREES]
+    # Without others that agree it is no exception.
+    assert compare_runs(session, expected, QNN, [flipped], baselines).difference is not None
 
 
 CATENARY = """(float[1, 1] x) => (float[1, 1] y) <float k = {4.2}> {
