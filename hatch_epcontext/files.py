@@ -540,10 +540,6 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
     }
 
 
-def is_intact(folder: Path, files: Mapping[str, FileRecord]) -> bool:
-    """Whether each of ``files`` is below ``folder`` and matches its record."""
-    for name, recorded in files.items():
-        path = folder / PurePosixPath(name)
-        if not path.is_file() or record_file(path) != recorded:
-            return False
-    return True
+def is_intact(path: Path, recorded: FileRecord) -> bool:
+    """Whether there is a regular file at ``path`` that is as ``recorded``."""
+    return is_regular(path) and record_file(path) == recorded

@@ -28,8 +28,8 @@ from typing import Literal, TypeVar, get_args
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.files import (
     FileRecord,
+    is_intact,
     is_portable,
-    is_regular,
     is_sha256,
     known_text,
     link_or_copy,
@@ -37,7 +37,6 @@ from hatch_epcontext.files import (
     mark_used,
     patiently,
     read_regular,
-    record_file,
     sweep,
     sync,
     temp_dir,
@@ -315,7 +314,7 @@ def _check(entry: Path, files: Mapping[str, FileRecord]) -> None:
             return
     for name, recorded in files.items():
         file = entry / _FILES / name
-        if not is_regular(file) or record_file(file) != recorded:
+        if not is_intact(file, recorded):
             # Gone, if another process cleans the store at this moment.
             (entry / _RECORD).stat()
             raise DamagedError(f"its file {name} is missing or has other content")

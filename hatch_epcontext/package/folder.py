@@ -114,7 +114,7 @@ def own_files(folder: Path) -> Mapping[str, FileRecord] | None:
 def damaged_files(folder: Path, package: ModelPackage) -> Iterator[Problem]:
     """The files of a package that are missing or changed; without a record, the missing model files."""
     for name, recorded in sorted(package.files.items()):
-        if not is_intact(folder, {name: recorded}):
+        if not is_intact(folder / name, recorded):
             message = "is missing, or differs from its record in the manifest."
             hint = "Restore it, or write the package again."
             yield Problem(Kind.CHANGED_FILE, str(folder / name), message, hint)
@@ -172,7 +172,7 @@ def reject_others(folder: Path, *, edited: bool) -> None:
         # Python writes bytecode when it imports the loader.
         if "__pycache__" not in PurePosixPath(name).parts
         and (name != FILE or recorded is None)
-        and (name not in written or (edited and not is_intact(folder, {name: written[name]})))
+        and (name not in written or (edited and not is_intact(folder / name, written[name])))
     ]
     if others:
         message = (

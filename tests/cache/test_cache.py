@@ -18,7 +18,7 @@ from hatch_epcontext.config.load import load
 from hatch_epcontext.config.location import LAYOUT
 from hatch_epcontext.config.paths import default_root
 from hatch_epcontext.config.pyproject import parse
-from hatch_epcontext.files import FileRecord, is_sha256, record_file, record_files, temp_dir
+from hatch_epcontext.files import FileRecord, is_intact, is_sha256, record_files, temp_dir
 from hatch_epcontext.jobs.recipe import Record
 from hatch_epcontext.jobs.run import open_cache
 from tests.conftest import make_record
@@ -140,11 +140,11 @@ def test_unchanged_files_are_not_read_again(
     put(cache, artifact)
     read: list[str] = []
 
-    def reading(path: Path) -> FileRecord:
+    def reading(path: Path, recorded: FileRecord) -> bool:
         read.append(path.name)
-        return record_file(path)
+        return is_intact(path, recorded)
 
-    monkeypatch.setattr(store_module, "record_file", reading)
+    monkeypatch.setattr(store_module, "is_intact", reading)
     assert has(cache)
     assert read == []
     for file in (entry / "files").rglob("*"):

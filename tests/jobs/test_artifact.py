@@ -13,12 +13,13 @@ def test_the_size_of_an_artifact_is_that_of_all_its_files(artifact: Artifact) ->
 
 
 def test_every_byte_of_an_artifact_counts(artifact: Artifact) -> None:
-    files = artifact.record.files
-    assert is_intact(artifact.folder, files)
-    (artifact.folder / "a_ctx_qnn.bin").write_bytes(b"blub" * 100)
-    assert not is_intact(artifact.folder, files)
-    (artifact.folder / "a_ctx_qnn.bin").unlink()
-    assert not is_intact(artifact.folder, files)
+    file = artifact.folder / "a_ctx_qnn.bin"
+    recorded = artifact.record.files[file.name]
+    assert is_intact(file, recorded)
+    file.write_bytes(b"blub" * 100)
+    assert not is_intact(file, recorded)
+    file.unlink()
+    assert not is_intact(file, recorded)
 
 
 def test_a_stored_refusal_without_a_reason_is_damaged() -> None:

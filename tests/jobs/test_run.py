@@ -20,7 +20,7 @@ from hatch_epcontext.cache.store import Store
 from hatch_epcontext.config.load import load
 from hatch_epcontext.config.pyproject import parse
 from hatch_epcontext.errors import BuildError, Kind
-from hatch_epcontext.files import is_intact
+from hatch_epcontext.files import record_files
 from hatch_epcontext.jobs import job as job_module
 from hatch_epcontext.jobs import requirements
 from hatch_epcontext.jobs import run as run_module
@@ -618,7 +618,7 @@ def test_a_cache_that_is_removed_in_the_middle_costs_nothing_but_itself(
             shutil.rmtree(tmp_path / "cache", ignore_errors=True)
 
     (built,) = run(CPU, workers=Workers(120, remove)).built
-    assert is_intact(built.folder, built.record.files)
+    assert record_files(built.folder) == built.record.files
     assert built.validations["a"].status is ValidationStatus.RAN
     (again,) = run(CPU, workers=Workers(120)).built
     assert not again.cached
