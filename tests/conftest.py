@@ -172,9 +172,12 @@ needs_qnn = needs("onnxruntime_qnn")
 
 
 @pytest.fixture
-def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The user's cache of a test; most write nothing there, and do not wait for a folder."""
-    return tmp_path_factory.getbasetemp() / "user-caches" / str(next(_NUMBERS))
+def user_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's cache of a test, or of a file; most write nothing there, and do not wait for a folder."""
+    has = request.node.get_closest_marker
+    is_shared = has("one_cache") and not has("own_cache")
+    name = request.node.module.__name__ if is_shared else str(next(_NUMBERS))
+    return tmp_path_factory.getbasetemp() / "user-caches" / name
 
 
 @pytest.fixture(autouse=True)

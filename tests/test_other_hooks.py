@@ -16,6 +16,8 @@ from hatch_epcontext.jobs.requirements import TOOLS
 from tests.models import network, save
 from tests.projects import PROJECT
 
+pytestmark = pytest.mark.one_cache
+
 CUSTOM = """\
 from pathlib import Path
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface

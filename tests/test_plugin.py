@@ -28,6 +28,8 @@ from tests.conftest import needs, needs_qnn
 from tests.models import network, save, save_with_data, unknown_operator
 from tests.package.conftest import opened
 
+pytestmark = pytest.mark.one_cache
+
 PROJECT = (
     projects.PROJECT
     + """
@@ -108,6 +110,7 @@ def test_a_wheel_with_an_sbom_is_the_same_each_time(
     assert make(root).read_bytes() == first
 
 
+@pytest.mark.own_cache
 def test_a_verbose_hatch_shows_what_workers_do(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +159,7 @@ def test_the_wheel_has_the_package(
     assert (package.layout, variants) == ("portable", {"a": ["cpu", "source"]})
 
 
+@pytest.mark.own_cache
 def test_what_has_not_changed_comes_from_the_cache(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +182,7 @@ def test_what_has_not_changed_comes_from_the_cache(
     assert "from the cache" in text
 
 
+@pytest.mark.own_cache
 def test_without_a_cache_it_is_compiled_again(
     root: Path,
     capsys: pytest.CaptureFixture[str],
@@ -292,6 +297,7 @@ def test_an_invalid_configuration_is_one_message(
     assert text.startswith(heading)
 
 
+@pytest.mark.own_cache
 def test_a_failed_job_is_one_message_and_leaves_nothing(
     root: Path, capsys: pytest.CaptureFixture[str], user_cache: Path
 ) -> None:

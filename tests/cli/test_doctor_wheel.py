@@ -17,6 +17,8 @@ from tests.loader.shipped import import_copy
 from tests.loader.test_check import compare
 from tests.models import save
 
+pytestmark = pytest.mark.one_cache
+
 
 @pytest.fixture
 def wheel(app_project: Path) -> Path:

@@ -14,6 +14,8 @@ from tests.cli.conftest import Cli, build_wheel, problems
 from tests.conftest import needs, needs_qnn
 from tests.models import network, save
 
+pytestmark = pytest.mark.one_cache
+
 
 def files(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())

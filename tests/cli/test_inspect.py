@@ -19,6 +19,8 @@ from tests.models import network, save, save_with_data
 from tests.results import TOML, Artifact, compiled, configured, install, resulting
 from tests.worker.actions.test_compile import X_ELITE, compile_context_of
 
+pytestmark = pytest.mark.one_cache
+
 
 @pytest.fixture
 def wheel(app_project: Path) -> Path:

@@ -20,7 +20,7 @@ from tests.conftest import needs_qnn
 from tests.models import save
 from tests.projects import make_project
 
-pytestmark = needs_qnn
+pytestmark = [needs_qnn, pytest.mark.one_cache]
 
 TOML = """
 models = [{ path = "models/a.onnx", dims = { batch = 1 }, validate.inputs = "samples" }]

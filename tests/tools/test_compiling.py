@@ -29,6 +29,8 @@ from hatch_epcontext.tools.compiling import CompileResult, Run, compile_models, 
 from hatch_epcontext.tools.configure import is_file
 from tests.results import Artifact, configured, resulting
 
+pytestmark = pytest.mark.one_cache
+
 TOML = 'targets.cpu.provider = "cpu"\nmodels = ["models/a.onnx"]\n'
 WITH_SOURCE = TOML + 'fallback = "source"\n'
 
