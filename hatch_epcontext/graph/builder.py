@@ -229,11 +229,13 @@ class Builder:
         self, op: str, value: str, numbers: Sequence[int], count: int = 1, **attributes: Any
     ) -> list[str]:
         """Add a node of an operator in `LISTS` with ``count`` outputs, and return their names."""
+        operands, own = self._list(op, numbers)
+        return self.add_all(op, [value, *operands], ["output"] * count, **attributes, **own)
+
+    def _list(self, op: str, numbers: Sequence[int]) -> tuple[list[str], dict[str, list[int]]]:
+        """``numbers`` for a node of an operator in `LISTS`: as an operand, or as an attribute."""
         first, name = LISTS[op]
-        if self.opset < first:
-            attributes[name] = list(numbers)
-        operands = [value] if name in attributes else [value, self.integers(numbers)]
-        return self.add_all(op, operands, ["output"] * count, **attributes)
+        return ([], {name: [*numbers]}) if self.opset < first else ([self.integers(numbers)], {})
 
     def reduced(self, op: str, value: str, axes: Sequence[int], keepdims: int) -> str:
         """``op``, such as ReduceSum or ReduceMean, of ``value`` over ``axes``."""
@@ -286,9 +288,7 @@ class Builder:
 
     def stack(self, values: Sequence[str], axis: int) -> str:
         """``values`` one after another along a new ``axis``."""
-        first, name = LISTS["Unsqueeze"]
-        attributes = {name: [axis]} if self.opset < first else {}
-        axes = [] if attributes else [self.integers([axis])]
+        axes, attributes = self._list("Unsqueeze", [axis])
         rows = [self.add("Unsqueeze", value, *axes, **attributes) for value in values]
         return self.concat(rows, axis)
 
