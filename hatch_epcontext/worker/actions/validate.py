@@ -42,6 +42,7 @@ from hatch_epcontext.worker.comparison.emulation import (
     emulate,
     narrowed,
     with_rare,
+    without_chance,
 )
 from hatch_epcontext.worker.comparison.levels import Level, Levels, choose, is_whole
 from hatch_epcontext.worker.comparison.measures import SENSITIVE
@@ -388,7 +389,8 @@ def _emulate(
             if request.model.validate.inputs in SYNTHETIC:
                 levels, reasons = decided(levels, Decisions(model, expected, tolerance))
                 expected = expected.with_inconclusive(reasons)
-                levels = with_rare(conditioned(levels, model, expected, tolerance))
+                levels = conditioned(levels, model, expected, tolerance)
+                levels = with_rare(without_chance(levels, model, expected, tolerance))
             return Divergence(model, expected), levels
     except ModelError:
         raise

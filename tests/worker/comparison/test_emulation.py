@@ -25,6 +25,7 @@ from hatch_epcontext.worker.comparison.emulation import (
     emulate,
     narrowed,
     with_rare,
+    without_chance,
 )
 from hatch_epcontext.worker.comparison.levels import Levels, choose
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
@@ -131,6 +132,23 @@ def test_of_many_turns_the_target_also_runs_what_is_right_as_emulated(tmp_path: 
     far = [levels.of(run) for run in choose(levels) if run.far]
     assert [level.margin >= 0 for level in far] == [False, False, True]
     assert all(level.run.is_counted for level in far)
+
+
+def test_of_larger_numbers_those_that_are_wrong_by_chance_say_nothing(tmp_path: Path) -> None:
+    """A sum that is about 0 is wrong; that of other numbers of the same size is right."""
+    made = parsed(
+        """(float[1, 8] x) => (float[1, 1] y)
+        <float[1, 8] signs = {1, 1, -1, 1, 1, -1, -1, -1}, int64[1] last = {1}> {
+        squares = Mul (x, x) terms = Mul (squares, signs) y = ReduceSum (terms, last) }"""
+    )
+    divergence, levels = emulated(made, tmp_path)
+    wrong = [
+        level.run.far["x"].high for level in levels if level.run.is_larger and level.margin < 0
+    ]
+    assert wrong == [128, 512]
+    left = without_chance(levels, divergence.model, divergence.reference, QNN)
+    # Squares of the others are too large.
+    assert [level.run.far["x"].high for level in levels if level not in left] == [128]
 
 
 @pytest.mark.parametrize(
