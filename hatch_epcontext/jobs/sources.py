@@ -123,13 +123,15 @@ def read_sources(
         raise ModelError(*problems)
     # The build that filled the cache has checked the model for its own targets.
     key_of = _unchecked_key if config.environment.only_from_cache else _key
-    keys = {model.name: key_of(model, index) for model in config.models}
-    stored = [cache.get("facts", key, ModelFacts) for key in keys.values()]
-    known = {
-        model.name: facts
-        for model, facts in zip(config.models, stored, strict=True)
-        if facts is not None and _is_whole(model, facts)
-    }
+    keys, known = dict[str, str](), dict[str, ModelFacts]()
+    for model in config.models:
+        keys[model.name] = key = key_of(model, index)
+        facts = cache.get("facts", key, ModelFacts)
+        if facts is not None and _is_whole(model, facts):
+            known[model.name] = facts
+        elif not config.environment.only_from_cache:
+            # While the other models are hashed.
+            workers.start_server()
     unknown = tuple(model for model in config.models if model.name not in known)
     if unknown:
         if config.environment.only_from_cache:

@@ -186,6 +186,13 @@ class Workers:
             if surplus is not None:
                 surplus.close()
 
+    def start_server(self) -> None:
+        """Begin to start the process that forks the others, where there is one: its imports take a while."""
+        # Whoever then needs a process gets the error.
+        with self._lock, contextlib.suppress(OSError, RuntimeError):
+            if self._is_open and CAN_FORK:
+                self._server = self._server or ForkServer(self._simulated)
+
     def start(self, log_path: Path, *, forked: bool) -> WorkerProcess:
         """Start a process; ``forked``: by the server, where there is one.
 
