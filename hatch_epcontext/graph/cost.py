@@ -6,12 +6,9 @@ import math
 
 import onnx
 
-from hatch_epcontext.graph import graph
+from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.facts import Cost
 from hatch_epcontext.graph.scope import Scope
-
-_LAYERS = ("LSTM", "GRU", "RNN")
-"""The recurrent layers."""
 
 _STEP = 10
 """The nodes as which each time step of a recurrent layer counts: simulators compute its gates one by one."""
@@ -36,7 +33,7 @@ def cost(main: onnx.GraphProto) -> Cost:
 
 def _steps(node: onnx.NodeProto, scope: Scope) -> int:
     """The time steps that ``node`` computes, of both directions; 0 if it is no recurrent layer."""
-    if node.op_type not in _LAYERS:
+    if node.op_type not in operators.LAYERS:
         return 0
     axis = 1 if graph.number(node, "layout", 0) else 0
     sizes = scope.sizes(node.input[0]) or ()
@@ -55,7 +52,7 @@ def _products(node: onnx.NodeProto, scope: Scope) -> int:
     if node.op_type == "ConvTranspose":
         weights, result = scope.shape(node.input[1]), _size(scope, node.output[0])
         return max(1, _size(scope, node.input[0]) * math.prod((weights or (1,))[1:]) // result)
-    if node.op_type in _LAYERS:
+    if node.op_type in operators.LAYERS:
         return sum(_size(scope, name) for name in node.input[1:3]) // max(
             1, (scope.shape(node.input[2]) or (1,))[-1]
         )

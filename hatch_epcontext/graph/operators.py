@@ -79,7 +79,10 @@ Xor
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 """Operators that compute each value of the result from one of each operand, which are broadcast."""
 
-REPEATING = frozenset({"GRU", "LSTM", "Loop", "RNN"})
+LAYERS = frozenset({"GRU", "LSTM", "RNN"})
+"""The recurrent layers."""
+
+REPEATING = LAYERS | {"Loop"}
 """Operators that repeat what they compute for each position, and that can be unrolled."""
 
 SHAPES = frozenset({"Shape", "Size"})
@@ -113,7 +116,7 @@ ReduceProd ReduceSum ReduceSumSquare Reshape ScatterElements ScatterND Split Squ
 FAILS_ON: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(_SAFE.split(), ()),
     **dict.fromkeys(_BY_SECOND.split(), (1,)),
-    **dict.fromkeys(("GRU", "LSTM", "RNN"), (4,)),
+    **dict.fromkeys(LAYERS, (4,)),
     "ConstantOfShape": (0,),
     "Slice": (1, 2, 3, 4),
 }

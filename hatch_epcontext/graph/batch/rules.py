@@ -443,7 +443,7 @@ RULES: Mapping[str, Rule] = {
     "ScatterElements": _scatter_elements,
     "OneHot": _one_hot,
     "ReverseSequence": _reverse_sequence,
-    **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
+    **dict.fromkeys(operators.LAYERS, _recurrent),
     "MatMul": _matmul(),
     "MatMulInteger": _matmul(parameters=(2,)),
     "QLinearMatMul": _matmul(second=3, parameters=(1, 2, 6, 7)),

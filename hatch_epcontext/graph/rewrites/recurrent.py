@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +25,10 @@ DEFAULT_ACTIVATIONS = {
 }
 """The activations of one direction of each layer."""
 
-_OPERATORS = {name.casefold(): name for name in ("Sigmoid", "Tanh", "Relu", "HardSigmoid")}
+ACTIVATIONS: Mapping[str, str] = {
+    name.casefold(): name for name in ("Sigmoid", "Tanh", "Relu", "HardSigmoid")
+}
+"""The operators that layers may have as activations, by their names in lower case."""
 
 _FLAT = 20.0
 """Where sigmoid and tanh are flat in float32. QNN's HTP fuses a sum with the function after it: with errors
@@ -99,7 +102,7 @@ class _Layer:
 def _named_activations(node: onnx.NodeProto) -> list[str]:
     """The activations that ``node`` names, by their operators where these are known."""
     names = (name.decode("utf-8", "replace") for name in graph.attribute(node, "activations", []))
-    return [_OPERATORS.get(name.casefold(), name) for name in names]
+    return [ACTIVATIONS.get(name.casefold(), name) for name in names]
 
 
 def _activations(node: onnx.NodeProto, directions: int) -> list[list[Activation]] | Declined:
@@ -111,7 +114,7 @@ def _activations(node: onnx.NodeProto, directions: int) -> list[list[Activation]
         names = names[:directions]
     if len(names) != directions * len(defaults):
         return Declined(f"it has {len(names)} activations, not {directions * len(defaults)}")
-    if unknown := sorted({*names}.difference(_OPERATORS.values())):
+    if unknown := sorted({*names}.difference(ACTIVATIONS.values())):
         return Declined(f"its activation {unknown[0]!r} is not known")
     values = {
         key: iter(graph.attribute(node, f"activation_{key}", [])) for key in ("alpha", "beta")

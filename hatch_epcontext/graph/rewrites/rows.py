@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.dtypes import Array, Numbers
 from hatch_epcontext.graph.evaluating import evaluate
-
-ACTIVATIONS = ("Sigmoid", "Tanh", "Relu", "HardSigmoid")
+from hatch_epcontext.graph.rewrites.recurrent import ACTIVATIONS
 
 
 class NoRowsError(Exception):
@@ -368,7 +367,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("Add", "Sub", "Sum", "Neg", "Identity"), _add),
     **dict.fromkeys(("Mul", "Div"), _multiply),
     **dict.fromkeys(("MatMul", "Gemm"), _multiply_matrices),
-    **dict.fromkeys(ACTIVATIONS, _activate),
+    **dict.fromkeys(ACTIVATIONS.values(), _activate),
     **dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze"), _reshape),
     "Split": _split,
     "Slice": _slice,
