@@ -131,7 +131,7 @@ def test_the_smallest_floats_that_differ_are_named_whatever_is_to_be_beaten(tmp_
     source = prepare.handle(PrepareRequest(request.model, "none", str(tmp_path), compare=True))
     request = dataclasses.replace(request, reference=source.reference, prepared=source.path)
     (warning,) = validate.handle(request).validation.warnings
-    assert warning.startswith("'x' above 59, such as 128, may")
+    assert warning.startswith("'x' above 260, such as 512, may")
     request = dataclasses.replace(request, to_beat=Nearness(-100))
     assert validate.handle(request).validation.warnings == (warning,)
 

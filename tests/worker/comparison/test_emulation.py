@@ -138,7 +138,7 @@ def test_of_larger_numbers_those_that_are_wrong_by_chance_say_nothing(tmp_path: 
     """A sum that is about 0 is wrong; that of other numbers of the same size is right."""
     made = parsed(
         """(float[1, 8] x) => (float[1, 1] y)
-        <float[1, 8] signs = {1, 1, -1, 1, 1, -1, -1, -1}, int64[1] last = {1}> {
+        <float[1, 8] signs = {1, 1, -1, 1, -1, -1, 1, -1}, int64[1] last = {1}> {
         squares = Mul (x, x) terms = Mul (squares, signs) y = ReduceSum (terms, last) }"""
     )
     divergence, levels = emulated(made, tmp_path)
