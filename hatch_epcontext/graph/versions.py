@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import onnx
@@ -28,7 +28,9 @@ _LAST_OF_MEANING = 13
 an attribute that it adds changes nothing by default. Before, some got negative axes, for example.
 """
 
-_OTHER_MEANING = frozenset({("GroupNormalization", 21), ("Mod", 28), ("RoiAlign", 16)})
+_OTHER_MEANING = frozenset(
+    {("GroupNormalization", 21), ("Max", 8), ("Min", 8), ("Mod", 28), ("RoiAlign", 16)}
+)
 """The exceptions: the operator, and its version."""
 
 _DEFINED = ("", "ai.onnx.ml")
@@ -108,6 +110,25 @@ def has_function(schema: Any) -> bool:
     return bool(schema.has_function or schema.has_context_dependent_function)
 
 
+def defining_opsets(node: onnx.NodeProto, opset: int, scope: Scope) -> Iterator[int]:
+    """``opset``, and the later ones that define ``node``, of that opset, by others, and in which it is the
+    same; the nearest first.
+    """
+    for version in range(opset, onnx.defs.onnx_opset_version() + 1):
+        schema: Any = _schema(node, "", version)
+        if schema is None or _oldest_version(node, "", version, scope) > opset:
+            return
+        own = schema.function_opset_versions, schema.context_dependent_function_opset_versions
+        if version == opset or any(version in versions for versions in own):
+            yield version
+
+
+def is_in_opset(node: onnx.NodeProto, opset: int, later: int, scope: Scope) -> bool:
+    """Whether ``opset`` has the operator of ``node``, of a ``later`` one, with its parameters and types."""
+    is_always = node.op_type == "Constant"
+    return is_always or _oldest_version(node, "", later, scope, meaning=0) <= opset
+
+
 def keep_metadata(source: onnx.ModelProto, model: onnx.ModelProto) -> None:
     """Give ``model`` what apps read of ``source`` besides its graph: texts and properties.
 
@@ -128,13 +149,21 @@ def _domain(name: str) -> str:
     return "" if name in graph.STANDARD else name
 
 
-def _oldest_version(node: onnx.NodeProto, domain: str, version: int, scope: Scope) -> int:
-    """The oldest version of its domain in which ``node``, of ``version``, is the same."""
+def _oldest_version(
+    node: onnx.NodeProto,
+    domain: str,
+    version: int,
+    scope: Scope,
+    meaning: int = _LAST_OF_MEANING,
+) -> int:
+    """The oldest version of its domain in which ``node``, of ``version``, is the same, as far as signatures
+    show it from ``meaning`` on.
+    """
     schema = _schema(node, domain, version)
     if schema is None:
         return version
     while (older := _schema(node, domain, schema.since_version - 1)) is not None:
-        if schema.since_version <= _LAST_OF_MEANING or not _takes(older, schema, node, scope):
+        if schema.since_version <= meaning or not _takes(older, schema, node, scope):
             break
         schema = older
     return int(schema.since_version)

@@ -26,7 +26,7 @@ from hatch_epcontext.graph.builder import LISTS, Builder, Outputs, copy_of
 from hatch_epcontext.graph.facts import Declined
 from hatch_epcontext.graph.rewriting import Operators, Rewrite
 from hatch_epcontext.graph.scope import Scope
-from hatch_epcontext.graph.versions import has_function
+from hatch_epcontext.graph.versions import defining_opsets, has_function, is_in_opset
 
 _FOLDER = Path(__file__).parent.parent / "functions"
 
@@ -58,12 +58,12 @@ def _apply_text(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs
     text = texts()[graph.operator(node)]
     function = onnx.parser.parse_function(text)
     attributes = {a.name: a for a in (*function.attribute_proto, *node.attribute)}
-    if builder.opset < (oldest := graph.opset(function)):
-        return Declined(f"its function needs opset {oldest}")
     facts = _Facts(node, scope, function, attributes)
     for condition, reason in re.findall(r"# needs ([^:\n]*):? ?([^\n]*)", text):
         if not facts.holds(condition):
             return Declined(reason) if reason else None
+    if builder.opset < (oldest := graph.opset(function)):
+        return Declined(f"its function needs opset {oldest}")
     lines = text.splitlines()
     kept = [line for line in lines if " # if " not in line or facts.holds(line.split("# if ")[1])]
     function = onnx.parser.parse_function("\n".join(kept))
@@ -193,8 +193,7 @@ def _lower(node: onnx.NodeProto, constants: Mapping[str, Any], opset: int) -> No
 
 
 def _inline(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
-    """What ONNX defines it by."""
-    operator = node.op_type
+    """What ONNX defines it by, in the model's opset or in a later one for which it has not changed."""
     types = {name: scope.types.get(name) for name in node.input if name}
     for name in types:
         if tensor := scope.stored.get(name):
@@ -202,28 +201,56 @@ def _inline(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     known = {name: type_ for name, type_ in types.items() if type_ is not None}
     if missing := sorted(types.keys() - known.keys()):
         return Declined(f"the type of {missing[0]!r} is not known")
-    single = onnx.ModelProto(ir_version=builder.model.ir_version)
-    single.opset_import.extend(builder.model.opset_import)
+    outcome: Outputs = None
+    for opset in defining_opsets(node, builder.opset, scope):
+        try:
+            inlined = _inlined(node, known, opset, builder.model.ir_version)
+        except RuntimeError as error:
+            # onnx cannot handle all models that ONNX Runtime opens.
+            return Declined(f"onnx does not inline it: {' '.join(str(error).split())}")
+        outcome = _copied(node, inlined, opset, builder)
+        if not isinstance(outcome, Declined):
+            break
+    return outcome
+
+
+def _inlined(
+    node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto], opset: int, ir_version: int
+) -> Scope:
+    """The graph of ``node`` as ``opset`` defines it. Raises RuntimeError."""
+    single = onnx.ModelProto(ir_version=ir_version)
+    single.opset_import.add(version=opset)
     main = single.graph
-    main.name = operator
-    main.node.append(_with_defaults(node, builder.opset))
-    main.input.extend(onnx.ValueInfoProto(name=name, type=known[name]) for name in known)
+    main.name = operator = node.op_type
+    main.node.append(_with_defaults(node, opset))
+    main.input.extend(onnx.ValueInfoProto(name=name, type=types[name]) for name in types)
     main.output.extend(onnx.ValueInfoProto(name=name) for name in node.output if name)
     # The inliner looks up the types of missing operands too.
     main.value_info.append(onnx.ValueInfoProto(name="", type=onnx.TypeProto()))
-    try:
-        inlined = onnx.inliner.inline_selected_functions(
-            single, [("", operator)], inline_schema_functions=True
-        )
-    except RuntimeError as error:
-        # onnx cannot handle all models that ONNX Runtime opens.
-        return Declined(f"onnx does not inline it: {' '.join(str(error).split())}")
-    if any(new.op_type == operator for new in inlined.graph.node):
-        return Declined(f"opset {builder.opset} does not define it by other operators")
-    if any(new.op_type == "Loop" for new in inlined.graph.node):
+    inlined = onnx.inliner.inline_selected_functions(
+        single, [("", operator)], inline_schema_functions=True
+    )
+    return Scope.of(inlined)
+
+
+def _copied(node: onnx.NodeProto, inlined: Scope, opset: int, builder: Builder) -> Outputs:
+    """The outputs of ``node`` in the copied nodes of ``inlined``, of ``opset``; Declined if the model's has
+    none of these.
+    """
+    nodes = [*inlined.body.node]
+    used = {new.op_type for new in nodes}
+    if node.op_type in used:
+        return Declined(f"opset {opset} does not define it by other operators")
+    if "Loop" in used:
         return Declined("its function is a Loop")
+    if opset != builder.opset:
+        same = {name: name for name in inlined.types}
+        nodes = [*_bodies(onnx.FunctionProto(node=nodes), {}, same, inlined, builder)]
+        for new in nodes:
+            if not is_in_opset(new, builder.opset, opset, inlined):
+                return Declined(f"opset {builder.opset} has another {new.op_type}")
     names: dict[str, str] = {}
-    builder.copy(inlined.graph.node, names)
+    builder.copy(nodes, names)
     return [names.get(name, "") for name in node.output]
 
 

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
-from hatch_epcontext.graph.rewrites.functions import apply_text, texts
-from hatch_epcontext.graph.rewriting import apply
-from tests.conftest import newer_runtime
+from hatch_epcontext.graph.rewrites.functions import apply_text, inline_function, texts
+from hatch_epcontext.graph.rewriting import Rewritten, apply
+from tests.conftest import needs_qnn, newer_runtime
 from tests.graph.rewrites.equal import session
+from tests.graph.rewrites.test_precise import on_the_npu
 from tests.models import parsed
 
 RNG = np.random.default_rng(3)
@@ -233,3 +235,20 @@ def test_what_a_mask_hides_is_a_number_of_float16(value: float) -> None:
         b=floats(24).astype(np.float16),
     )
     compare(model, atol=2e-2)
+
+
+@needs_qnn
+@pytest.mark.parametrize("opset", [9, 13])
+def test_a_function_of_a_later_opset_is_computed_on_an_npu(opset: int) -> None:
+    model = parsed("(float[3, 8] x) => (float[3, 8] y) { a = Softsign (x) y = Neg (a) }", opset)
+    feeds = {"x": floats(3, 8)}
+    with pytest.raises(Fail, match="fallback"):
+        on_the_npu(model, feeds)
+    (expected,) = session(model).run(None, feeds)
+    assert apply(model, [inline_function], frozenset(["Softsign"]), {}).replaced == 1
+    np.testing.assert_allclose(on_the_npu(model, feeds), expected, atol=2e-3)
+
+
+def test_the_reason_is_no_opset_where_a_text_is_not_for_a_node() -> None:
+    model = parsed("(float[3, 8] x) => (float[3, 1] y) { y = ReduceMax <axes = [1]> (x) }", 13)
+    assert apply(model, [apply_text], None, {}) == Rewritten()

@@ -124,6 +124,24 @@ VARIANTS: Mapping[str, Variants] = {
 }
 """By the operator that is replaced."""
 
+DEFINED: Mapping[str, Variants] = {
+    "ArgMax": {
+        12: """(float[2, 3, 4] x) => (int64[2, 1, 4] y)
+        { y = ArgMax <axis = 1, select_last_index = 1> (x) }"""
+    },
+    "Flatten": {10: "(float[2, 3, 4] x) => (float[6, 4] y) { y = Flatten <axis = 2> (x) }"},
+    "Pow": {12: "(int32[2, 3] x) => (int32[2, 3] y) <int32 k = {2}> { y = Pow (x, k) }"},
+    "Elu": unary("Elu", 9),
+    "HardSigmoid": unary("HardSigmoid", 8),
+    "LeakyRelu": unary("LeakyRelu", 9),
+    "PRelu": {9: f"(float[2, 3, 4] x, float[4] s) {X[19:]} {{ y = PRelu (x, s) }}"},
+    "Relu": unary("Relu", 13),
+    "Selu": unary("Selu", 9),
+    "Softsign": unary("Softsign"),
+    "ThresholdedRelu": unary("ThresholdedRelu", 10),
+}
+"""Operators whose function is one of a later opset, or whose text is for older ones."""
+
 UNROLLABLE: Mapping[str, Variants] = {
     "Loop": {
         7: """(float[1, 4] s, float[4, 4] w) => (float[1, 4] y, float[3, 1, 4] rows)
@@ -241,7 +259,11 @@ def parsed(text: str, opset: int) -> onnx.ModelProto:
 
 CASES = [
     pytest.param(kind, name, variants, id=f"{kind}-{name}")
-    for kind, table in (("rewrite", VARIANTS), ("unroll", UNROLLABLE), ("correction", CORRECTED))
+    for kind, table in (
+        ("rewrite", {**VARIANTS, **DEFINED}),
+        ("unroll", UNROLLABLE),
+        ("correction", CORRECTED),
+    )
     for name, variants in table.items()
 ]
 
