@@ -75,6 +75,7 @@ REWRITES: tuple[Rewrite, ...] = (
     # Before texts, which may use functions that the EP has.
     functions.inline_function,
     functions.apply_text,
+    widths.join_casts,
     quantized.move_between_floats,
     ranks.reduce_rank_of_transpose,
     ranks.reduce_rank_of_gather,

@@ -5,6 +5,8 @@ Each is for all values that the graph does not prove to be right: see `values.in
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 
@@ -133,11 +135,23 @@ def _bytes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     if to in _FLOATS:
         whole = builder.add("Cast", value, to=onnx.TensorProto.INT32)
         return [builder.add("Cast", builder.add("Abs", whole), to=to)]
-    size, zero = builder.number(_BYTES), builder.number(0)
+    rest = in_bits(value, scope.known_dtype(value), np.dtype(np.uint8), builder)
+    return [builder.add("Cast", rest, to=to)]
+
+
+def in_bits(value: str, dtype: np.dtype[Any], to: np.dtype[Any], builder: Builder) -> str:
+    """What is left of ``value``, of ``dtype``, in the bits of ``to``, which has fewer."""
+    ends = np.iinfo(to)
+    size, zero, most = (
+        builder.store(np.array(number, dtype)) for number in (2**ends.bits, 0, ends.max)
+    )
     rest = builder.add("Sub", value, builder.add("Mul", builder.add("Div", value, size), size))
     is_below = builder.add("Less", rest, zero)
     rest = builder.add("Where", is_below, builder.add("Add", rest, size), rest)
-    return [builder.add("Cast", rest, to=to)]
+    if not ends.min:
+        return rest
+    is_negative = builder.add("Greater", rest, most)
+    return builder.add("Where", is_negative, builder.add("Sub", rest, size), rest)
 
 
 def _counts_from_end(node: onnx.NodeProto, scope: Scope) -> bool:

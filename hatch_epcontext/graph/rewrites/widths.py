@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from hatch_epcontext.graph import graph
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import Operators, Rewrite
+from hatch_epcontext.graph.rewrites.integers import COMPARING, in_bits
+from hatch_epcontext.graph.rewriting import Operators, Rewrite, rewrites
 from hatch_epcontext.graph.scope import Scope
+from hatch_epcontext.graph.values.integers import limits
 
 _WIDER: Mapping[int, int] = {
     **dict.fromkeys((TensorProto.INT8, TensorProto.UINT8), TensorProto.INT32),
@@ -26,6 +30,9 @@ _OF_BITS = frozenset(
     {"BitCast", "BitShift", "BitwiseNot", "Cast", "CastLike", "If", "Loop", "Scan"}
 )
 """Operators whose results depend on the number of bits, or that have bodies."""
+
+_SHORT, _LONG = np.dtype(np.int32), np.dtype(np.int64)
+"""What EPs compute with."""
 
 _QUANTIZED = ("quantize", "qlinear", "integer")
 
@@ -76,3 +83,46 @@ def _cast(name: str, to: int, scope: Scope, builder: Builder) -> str:
 
 compute_in_32_bits = Rewrite("compute_in_32_bits", Operators(_is_typed), _widen)
 """An operator of integers of 8, 16 or 64 bits without sign, or of float64, between Casts."""
+
+
+@rewrites("Cast")
+def join_casts(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Cast of integers that another Cast makes, without the type between, which EPs may lack.
+
+    Integers lose the bits that a shorter type does not have.
+    """
+    before = scope.maker(node.input[0], "Cast")
+    if before is None or builder.opset < COMPARING:
+        return None
+    (value,), to = before.input, scope.known_dtype(node.output[0])
+    source, between = scope.known_dtype(value), scope.known_dtype(node.input[0])
+    if between.kind not in "iu":
+        return None
+    low, high = limits(value, scope)
+    ends = np.iinfo(between)
+    is_shorter = {source.kind, to.kind} <= {*"iu"} and to.itemsize <= between.itemsize
+    if is_shorter or (ends.min <= low and high <= ends.max):
+        return [_as(value, source, to, builder)]
+    if between == np.uint64:
+        return [_without_sign(_as(value, source, _LONG, builder), to, builder)]
+    if between.itemsize >= _SHORT.itemsize:
+        return None
+    rest = in_bits(_as(value, source, _SHORT, builder), _SHORT, between, builder)
+    return [_as(rest, _SHORT, to, builder)]
+
+
+def _as(value: str, source: np.dtype[Any], to: np.dtype[Any], builder: Builder) -> str:
+    """``value`` of the dtype ``source`` as ``to``."""
+    if source == to:
+        return value
+    return builder.add("Cast", value, to=helper.np_dtype_to_tensor_dtype(to))
+
+
+def _without_sign(value: str, to: np.dtype[Any], builder: Builder) -> str:
+    """The int64 ``value`` as ``to``, of which negative ones stand for integers from 2^63 on."""
+    result = _as(value, _LONG, to, builder)
+    if to.kind != "f":
+        return result
+    negative = builder.add("Less", value, builder.store(np.array(0, np.int64)))
+    larger = builder.add("Add", result, builder.store(np.array(2.0**64, to)))
+    return builder.add("Where", negative, larger, result)

@@ -1,9 +1,18 @@
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
+import numpy as np
+import onnx
 import pytest
 
-from hatch_epcontext.graph.rewrites.widths import compute_in_32_bits
-from tests.graph.rewrites.equal import operators, reasons, rewritten
+from hatch_epcontext.graph.rewrites.bits import shift_as_product
+from hatch_epcontext.graph.rewrites.widths import compute_in_32_bits, join_casts
+from hatch_epcontext.graph.rewriting import apply
+from tests.conftest import needs_qnn
+from tests.graph.rewrites.equal import operators, reasons, rewritten, session
+from tests.graph.rewrites.test_precise import on_the_npu
 from tests.models import parsed
 
 DTYPES = ("int8", "uint8", "int16", "uint16", "uint32", "double")
@@ -35,3 +44,57 @@ def test_an_operator_that_takes_no_wider_type_stays() -> None:
         "(uint8[1, 1, 4, 4] x) => (uint8[1, 1, 3, 3] y) { y = MaxPool <kernel_shape = [2, 2]> (x) }"
     )
     assert reasons(model, compute_in_32_bits) == ["it takes no int32"]
+
+
+INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+
+
+def to(dtype: str) -> int:
+    return int(onnx.TensorProto.DataType.Value(dtype.upper()))
+
+
+def values(dtype: str, between: str) -> Any:
+    """Those of ``dtype`` with its ends; floats within ``between``."""
+    rng = np.random.default_rng(0)
+    if dtype == "bool":
+        return rng.random(64) < 0.5
+    ends = np.iinfo(between if dtype == "float" else dtype)
+    low, high = (ends.min, ends.max) if dtype != "float" else (max(ends.min, -2e4), 100)
+    found = rng.integers(int(low), int(high), 64, dtype=ends.dtype, endpoint=True)
+    found[:4] = [0, 7, low, high]
+    return found if dtype != "float" else (found + 0.25).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float", "bool", *INTEGERS])
+def test_two_casts_of_integers_are_one(dtype: str) -> None:
+    joined = set[str]()
+    for between, result in itertools.product(INTEGERS, ["float", "bool", *INTEGERS]):
+        casts = f"h = Cast <to = {to(between)}> (x) y = Cast <to = {to(result)}> (h)"
+        model = parsed(f"({dtype}[64] x) => ({result}[64] y) {{ {casts} }}", 13)
+        after = onnx.ModelProto.FromString(model.SerializeToString())
+        if not apply(after, [join_casts], None, {}).names:
+            continue
+        joined.add(between)
+        onnx.checker.check_model(after, full_check=True)
+        feeds = {"x": values(dtype, between)}
+        (expected,), (found,) = (session(each).run(None, feeds) for each in (model, after))
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(found.astype(float), expected.astype(float), 1e-6)
+    assert {"int8", "uint8", "int16", "uint16", "uint64"} <= joined
+
+
+@needs_qnn
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint16", "uint64"])
+def test_integers_of_types_that_an_npu_lacks_are_computed_inside_of_a_graph(dtype: str) -> None:
+    body = f"a = Cast <to = {to(dtype)}> (x) b = Mod (a, n) c = Cast <to = 7> (b)"
+    if dtype == "uint64":
+        body = body.replace("Mod (a, n)", 'BitShift <direction = "LEFT"> (a, n)')
+    model = parsed(
+        f"(int64[64] x) => (int64[64] y) <{dtype} n = {{9}}, int64 k = {{3}}> {{ {body} y = Add (c, k) }}",
+        13,
+    )
+    feeds: dict[str, Any] = {"x": np.arange(64)}
+    (expected,) = session(model).run(None, feeds)
+    changed = apply(model, [compute_in_32_bits, shift_as_product, join_casts], None, {})
+    assert changed.names[-1] == "join_casts"
+    np.testing.assert_array_equal(on_the_npu(model, feeds), expected)
