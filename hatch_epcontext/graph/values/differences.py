@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import math
 
+import onnx
+
 from hatch_epcontext.graph import operators
 from hatch_epcontext.graph.scope import Scope
+
+_SELECTING = frozenset({"ArgMax", "ArgMin", "TopK"})
+
+_OF_PLACES = frozenset({"Div", "Mod", "Mul"})
+"""Operators that make coordinates of indices."""
 
 _MAX_SENSORS = 8
 """The most series at one time: more are features."""
@@ -30,6 +37,27 @@ def are_neighbours(one: str, other: str, scope: Scope) -> bool:
     whole, *parts = (math.prod(scope.shape(n) or ()) for n in (root, one, other))
     # Two parts that each have more than half overlap.
     return root == moved(other, scope) and all(2 * part > whole for part in parts)
+
+
+def finds_positions(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether ``node`` finds the largest or smallest numbers of a map that is flattened, or of a series, as
+    the graph calculates with their indices: those of classes are only names.
+    """
+    if node.op_type not in _SELECTING:
+        return False
+    flat, indices = node.input[0], [node.output[-1]]
+    axes, of_flat = (
+        sum(size != 1 for size in scope.sizes(name) or ())
+        for name in (scope.origin(flat, operators.RESHAPING), flat)
+    )
+    is_map = axes > of_flat and any(output.name in indices for output in scope.body.output)
+    for name in indices:
+        for reader in scope.nodes_reading(name):
+            if reader.op_type in _OF_PLACES:
+                is_map |= any(scope.constant(operand) is not None for operand in reader.input)
+            elif reader.op_type in operators.MOVES | {"Cast"} and reader.output[0] not in indices:
+                indices.append(reader.output[0])
+    return is_map
 
 
 def moved(name: str, scope: Scope) -> str:

@@ -122,24 +122,28 @@ def _within_end(ordinary: Range, uses: Uses) -> tuple[Range, list[Far]]:
 
 
 def _within_exponents(facts: TensorFacts, ordinary: Range, uses: Uses) -> tuple[Range, list[Far]]:
-    """``ordinary`` within the integers of which a power is a float16, and those for which it is larger."""
-    (low, high), (lowest, highest) = uses.exponents, dtype_bounds(facts)
-    low, high = max(low, lowest), min(high, highest)
-    if ordinary.known or (low <= ordinary.low and ordinary.high <= high) or low >= high:
+    """``ordinary`` within the integers of which a power is a float16, and those beyond: powers of the others
+    are too large, or all too small.
+    """
+    (least, most), (lowest, highest) = uses.exponents, dtype_bounds(facts)
+    lowest = lowest if ordinary.signed else max(lowest, 0.0)
+    low, high = max(least, ordinary.low), min(most, ordinary.high)
+    if low >= high:
+        # Beside a constant all of these are beyond.
+        width = ordinary.high - ordinary.low
+        low, high = (most - width, most) if most < ordinary.low else (least, least + width)
+        low, high = max(low, lowest), min(high, highest)
+    if ordinary.known or low >= high:
         return ordinary, []
-    span = max(low, ordinary.low), min(high, ordinary.high)
-    # Around an offset nothing is left of bytes.
-    within = replace(ordinary, low=low, high=high)
-    if span[0] < span[1]:
-        within = replace(ordinary, low=span[0], high=span[1])
-    if uses.growing > 0 and 0 <= high < highest:
-        return within, [Far(high, min(max(4 * high, high - low), highest))]
-    first, last = (high, highest) if uses.growing > 0 else (lowest, low)
-    first, last = max(first, low - (high - low)), min(last, high + (high - low))
-    if not uses.growing or first == last:
-        return within, []
-    beyond = Far(first, last, centers=((first + last) / 2,), spreads=((last - first) / 4,))
-    return within, [beyond]
+    width, beyond = high - low, list[Far]()
+    if high == most and high >= 0:
+        beyond += [Far(high, min(max(4 * high, width), highest))] if high < highest else []
+    elif high == most:
+        beyond += _inside(high, min(highest, high + width))
+    if low == least:
+        beyond += _inside(max(lowest, low - width), low)
+    beyond += _inside(low, min(uses.vanishing, high))
+    return replace(ordinary, low=low, high=high), beyond if uses.has_powers else []
 
 
 def _within_integers(ordinary: Range, most: float) -> tuple[Range, tuple[Far, ...]]:
@@ -147,15 +151,16 @@ def _within_integers(ordinary: Range, most: float) -> tuple[Range, tuple[Far, ..
     addresses.
     """
     low, high = max(ordinary.low, -most), min(ordinary.high, most)
-    spans = [(ordinary.low, low), (high, ordinary.high)]
-    beyond = [
-        Far(*span, centers=(sum(span) / 2,), spreads=((span[1] - span[0]) / 4,))
-        for span in spans
-        if span[0] < span[1]
-    ]
+    beyond = (*_inside(ordinary.low, low), *_inside(high, ordinary.high))
     if not (ordinary.known and beyond and low < high):
         return ordinary, ()
-    return replace(ordinary, low=low, high=high, loose=True), tuple(beyond)
+    return replace(ordinary, low=low, high=high, loose=True), beyond
+
+
+def _inside(low: float, high: float) -> Iterator[Far]:
+    """Integers between ``low`` and ``high``, if there are some."""
+    if low < high:
+        yield Far(low, high, centers=((low + high) / 2,), spreads=((high - low) / 4,))
 
 
 def _around_means(facts: TensorFacts, ordinary: Range, uses: Uses) -> tuple[Range, Uses]:

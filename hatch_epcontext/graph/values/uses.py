@@ -32,7 +32,12 @@ from hatch_epcontext.graph.values.conventions import (
     LARGEST_OF_32_BITS,
     USUAL_UNITS,
 )
-from hatch_epcontext.graph.values.differences import are_neighbours, is_own_mean, moved
+from hatch_epcontext.graph.values.differences import (
+    are_neighbours,
+    finds_positions,
+    is_own_mean,
+    moved,
+)
 from hatch_epcontext.graph.values.linear import INVALID, LinearTerm, LinearTerms, ends
 from hatch_epcontext.graph.values.periods import turn_of
 from hatch_epcontext.graph.values.powers import SizeOfPowers
@@ -51,6 +56,9 @@ _OF_SIGNALS = frozenset({"Conv", "DFT", "STFT"})
 
 _ACTIVATIONS = frozenset({"Exp", "LogSoftmax", "Sigmoid", "Softmax", "Softplus", "Tanh"})
 
+_SMALLEST = 2.0**-24
+"""The smallest float16."""
+
 _KEEPING = operators.LAYOUT | {"Cast", "Expand", "Where"}
 """Operators whose results are no larger than those of an operand."""
 
@@ -68,13 +76,14 @@ class Uses:
     it multiplies by each other. ``floats`` and ``reach``: as in `Range`. ``divided``: by what it divides
     them. ``skipping``: the value for which a Loop has no iteration. ``is_shifted``: whether it subtracts
     them, as floats, from neighbours, their mean or another input; ``is_ordered``: whether it compares them,
-    as floats, with each other; ``is_activated``: whether an activation reads them. ``powers``: how large they
-    may be because of their powers. ``beside``: the largest constant that it adds to them. ``turn``: the
-    shortest turn of what they count, such as hours; infinite for angles. ``is_weight``: whether it multiplies
-    stored numbers that differ, such as coordinates, by them. ``exponents``: the smallest and the largest
-    integer of which, as the exponent of a stored number, the power is a float16; ``growing``: 1 if it grows
-    with the integer, -1 if with the negative one, 0 if not much is left of it. ``end``: the float nearest to
-    0 of which a power is beyond float16; infinite without one.
+    as floats, with each other, or finds where the largest are; ``is_activated``: whether an activation reads
+    them. ``powers``: how large they may be because of their powers. ``beside``: the largest constant that it
+    adds to them. ``turn``: the shortest turn of what they count, such as hours; infinite for angles.
+    ``is_weight``: whether it multiplies stored numbers that differ, such as coordinates, by them.
+    ``exponents``: between which integers, as exponents of a stored number, the power is a float16;
+    ``vanishing``: up to which of these it is none, because it is too small; ``has_powers``: whether more than
+    a quotient or a logarithm is left of it. ``end``: the float nearest to 0 of which a power is beyond
+    float16; infinite without one.
     """
 
     centers: list[Center] = field(default_factory=list)
@@ -95,7 +104,8 @@ class Uses:
     turn: float = math.inf
     is_weight: bool = False
     exponents: tuple[float, float] = (-math.inf, math.inf)
-    growing: float = 0.0
+    has_powers: bool = False
+    vanishing: float = -math.inf
     end: float = math.inf
 
     @property
@@ -242,17 +252,26 @@ class UsesOfInputs:
     def _add_exponent(self, node: onnx.NodeProto) -> None:
         bases = map(abs, ends(node.input[0], self.scope)) if node.op_type == "Pow" else ()
         growth = max((math.log(base) for base in bases if base), key=abs, default=0.0)
-        for term in self._numbers(node.input[1]) if growth else ():
-            uses, most = self.of[term.input], self._largest_of(node)
-            logarithms = (-math.log(FLOAT16.largest), 0.0, math.log(most))
-            smallest, one, largest = (term.input_of(number / growth) for number in logarithms)
-            low, high = sorted((smallest, largest))
-            uses.exponents = (
-                max(uses.exponents[0], min(math.ceil(low), math.ceil(one) - 1)),
-                min(uses.exponents[1], max(math.floor(high), math.floor(one) + 1)),
-            )
-            if not self._fades(node):
-                uses.growing = math.copysign(1.0, largest - smallest)
+        if not growth:
+            return
+        of_inputs: defaultdict[str, list[LinearTerm]] = defaultdict(list)
+        for term in self._numbers(node.input[1]):
+            of_inputs[term.input].append(term)
+        powers = (_SMALLEST, 1 / FLOAT16.largest, 1.0, self._largest_of(node))
+        exponents = [math.log(power) / growth for power in powers]
+        for name, terms in of_inputs.items():
+            numbers = [[*map(term.input_of, exponents)] for term in terms]
+            is_rising = numbers[0][0] < numbers[0][-1]
+            # Beside one of several constants some power is too large.
+            first = min if is_rising else max
+            vanishing, smallest, one, largest = map(first, zip(*numbers, strict=True))
+            # Small powers, of the lowest integers, are beside large ones.
+            low = -math.inf if is_rising else min(math.ceil(largest), math.ceil(one) - 1)
+            high = max(math.floor(largest if is_rising else smallest), math.floor(one) + 1)
+            uses = self.of[name]
+            uses.exponents = max(uses.exponents[0], low), min(uses.exponents[1], high)
+            uses.vanishing = max(uses.vanishing, math.floor(vanishing) if is_rising else -math.inf)
+            uses.has_powers |= not self._fades(node)
 
     def _largest_of(self, power: onnx.NodeProto) -> float:
         """The largest result of ``power`` of which the format has the sum too, and what divides by that."""
@@ -439,6 +458,10 @@ class UsesOfInputs:
                 self.of[one.input].is_ordered = True
         for term in self._numbers(node.input[0]) if node.op_type in _ACTIVATIONS else ():
             self.of[term.input].is_activated = True
+        for term in (
+            self._own(node.input[0]) if are_floats and finds_positions(node, self.scope) else ()
+        ):
+            self.of[term.input].is_ordered = True
 
     def _is_of_logarithm(self, name: str) -> bool:
         """Whether logarithms of ``name`` are taken: that of a quotient is a difference of two."""
