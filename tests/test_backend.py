@@ -133,6 +133,13 @@ def call(project: Path, hook: str, folder: Path, name: str = "hatch_epcontext.ba
     return Path(folder, getattr(hooks, hook)(str(folder)))
 
 
+def build_here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The wheel of ``project``, built in this process, in a quarter of the time."""
+    monkeypatch.chdir(project)
+    (project / "dist").mkdir()
+    return project / "dist" / backend.build_wheel(str(project / "dist"))
+
+
 def contents(wheel: Path) -> dict[str, tuple[bytes, int, tuple[int, ...]]]:
     with zipfile.ZipFile(wheel) as archive:
         return {
@@ -221,7 +228,9 @@ def test_the_targets_need_packages_too(tmp_path: Path) -> None:
     assert (tmp_path / metadata / "METADATA").is_file()
 
 
-def test_targets_of_companions_are_left_out_with_their_compilers(tmp_path: Path) -> None:
+def test_targets_of_companions_are_left_out_with_their_compilers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     more = """[project.optional-dependencies]
     npu = ["my-app-models-npu==2"]
     [tool.epcontext.targets.npu]
@@ -231,7 +240,7 @@ def test_targets_of_companions_are_left_out_with_their_compilers(tmp_path: Path)
     project = make_project(tmp_path, "flit_core.buildapi", more=more)
     hooks = BuildBackendHookCaller(str(project), "hatch_epcontext.backend")
     assert "onnxruntime-qnn" not in " ".join(hooks.get_requires_for_build_wheel())
-    packed = contents(call(project, "build_wheel", tmp_path))
+    packed = contents(build_here(project, monkeypatch))
     manifest = json.loads(packed["my_app/epcontext/manifest.json"][0])
     about = manifest["additional_metadata"]["hatch-epcontext"]
     assert about["companions"] == {"my_app_models_npu": "my-app[npu]"}
@@ -241,14 +250,16 @@ def test_targets_of_companions_are_left_out_with_their_compilers(tmp_path: Path)
     assert modules == {"cpu": "", "npu": "my_app_models_npu", "source": ""}
 
 
-def test_platforms_name_a_wheel_that_has_none(tmp_path: Path) -> None:
+def test_platforms_name_a_wheel_that_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = make_project(tmp_path, "flit_core.buildapi")
     text = (project / "pyproject.toml").read_text(encoding="utf-8")
     text = text.replace(
         "\nmodels =", '\ntargets.cpu.platforms = ["win_amd64", "win_arm64"]\nmodels ='
     )
     (project / "pyproject.toml").write_text(text, encoding="utf-8")
-    wheel = call(project, "build_wheel", tmp_path)
+    wheel = build_here(project, monkeypatch)
     assert wheel.name == "my_app-1.0-py3-none-win_amd64.win_arm64.whl"
     text = contents(wheel)["my_app-1.0.dist-info/WHEEL"][0].decode()
     assert Parser().parsestr(text).get_all("Tag") == ["py3-none-win_amd64", "py3-none-win_arm64"]
@@ -271,7 +282,7 @@ def test_a_platform_wheel_keeps_its_tag(
         text,
         f'[tool.epcontext.targets.npu]\nprovider = "cpu"\nplatforms = ["{platform}"]\n',
     )
-    wheel = call(project, "build_wheel", tmp_path)
+    wheel = build_here(project, monkeypatch)
     assert wheel.name == f"my_app-1.0-{tag}.whl"
     # The earliest time of a zip file.
     assert contents(wheel)["my_app/epcontext/manifest.json"][2] == (1980, 1, 1, 0, 0, 0)
@@ -304,7 +315,12 @@ def test_a_time_that_archives_do_not_have_is_an_error_before_anything_is_built(
     ],
 )
 def test_a_wheel_for_all_platforms_gets_the_tag_and_others_keep_theirs_with_a_warning(
-    tag: str, more: str, name: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tag: str,
+    more: str,
+    name: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = r"\n".join(f"Tag: {name}" for name in parse_tags(tag))
     text = IN_TREE.replace("py3-none-manylinux_2_17_x86_64", tag)
@@ -312,12 +328,12 @@ def test_a_wheel_for_all_platforms_gets_the_tag_and_others_keep_theirs_with_a_wa
     toml = (project / "pyproject.toml").read_text(encoding="utf-8")
     toml = toml.replace("\nmodels =", f"\n{more}\nmodels =")
     (project / "pyproject.toml").write_text(toml, encoding="utf-8")
-    wheel = call(project, "build_wheel", tmp_path)
+    wheel = build_here(project, monkeypatch)
     assert wheel.name == f"my_app-1.0-{name or tag}.whl"
     about = contents(wheel)["my_app-1.0.dist-info/WHEEL"][0].decode()
     assert {*Parser().parsestr(about).get_all("Tag", [])} == {*parse_tags(wheel.stem[11:])}
     warning = "the wheel's tag stays that of my_app-1.0-cp311-cp311-linux_x86_64.whl: wheel.tag"
-    assert (warning in capfd.readouterr().err) == (name is None)
+    assert (warning in capsys.readouterr().err) == (name is None)
 
 
 def parse_tags(tags: str) -> set[str]:

@@ -50,7 +50,7 @@ def test_what_other_threads_deflate_is_what_zipfile_writes(
             archive.writestr(f"app-1.0.dist-info/{name}", text)
     contents = {
         f"app/{number}.onnx": rng.integers(0, 1 + number, 300_000 * number, np.uint8).tobytes()
-        for number in range(9)
+        for number in range(5)
     }
     files = {name: tmp_path / Path(name).name for name in contents}
     for name, file in files.items():

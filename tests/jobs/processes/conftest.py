@@ -56,7 +56,8 @@ def one_server() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PYTHONPATH with which workers run ``body.py`` there for check requests.
 
-    A fork fails if there is a file ``failing``, and removes it.
+    A fork fails if there is a file ``failing``, and removes it. With the variable LOADS_NOTHING the server
+    cannot import what takes most of its start, and no body needs.
     """
     folder = tmp_path_factory.mktemp("site")
     body, failing = folder / "body.py", folder / "failing"
@@ -71,6 +72,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check = types.ModuleType("hatch_epcontext.worker.actions.check")
         check.handle = handle
         sys.modules[check.__name__] = check
+        if "LOADS_NOTHING" in os.environ:
+            sys.modules.update(dict.fromkeys(("numpy", "onnx", "onnxruntime")))
         failing = pathlib.Path({str(failing)!r})
         def limited(fork=getattr(os, "fork", None)):
             if failing.exists():

@@ -39,8 +39,16 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def workers() -> Iterator[Workers]:
+def loaded_workers() -> Iterator[Workers]:
     """Forks of a server of their own."""
+    with Workers(60) as started:
+        yield started
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
+    """Forks of a server of their own, which loads nothing for them."""
+    monkeypatch.setenv("LOADS_NOTHING", "1")
     with Workers(60) as started:
         yield started
 
@@ -58,8 +66,9 @@ def wait_for_process(file: Path) -> int:
 
 
 def test_workers_are_forks_of_one_process_that_has_loaded_what_they_need(
-    tmp_path: Path, check: Path, workers: Workers
+    tmp_path: Path, check: Path, loaded_workers: Workers
 ) -> None:
+    workers = loaded_workers
     check.write_text(
         "import os, sys\n"
         "known = sorted({'onnx', 'onnxruntime', 'numpy'} & sys.modules.keys())\n"
@@ -193,7 +202,7 @@ def test_a_server_whose_imports_crash_is_replaced_by_interpreters(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     check: Path,
-    workers: Workers,
+    loaded_workers: Workers,
     module: str,
     message: str,
 ) -> None:
@@ -205,7 +214,7 @@ def test_a_server_whose_imports_crash_is_replaced_by_interpreters(
     monkeypatch.setenv("PYTHONPATH", str(fake), prepend=os.pathsep)
     # What every worker imports, and what only some need.
     check.write_text("import numpy\nraise OSError('of its own')\n", encoding="utf-8")
-    assert problem(workers, tmp_path).message.startswith(message)
+    assert problem(loaded_workers, tmp_path).message.startswith(message)
 
 
 @pytest.mark.parametrize("reason", ["too many processes", "too many open files"])
@@ -263,8 +272,9 @@ def test_a_worker_that_does_not_end_leaves_the_others_alone(
 
 
 def test_workers_that_end_when_they_are_killed_do_not_end_the_server(
-    tmp_path: Path, check: Path
+    tmp_path: Path, check: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LOADS_NOTHING", "1")
     check.write_text("", encoding="utf-8")
     order = Order("check", to_plain(request_for(tmp_path / "a.onnx")), tmp_path)
     server = ForkServer()
