@@ -32,6 +32,8 @@ from hatch_epcontext.graph.rewriting import Rewrite
 REWRITES: tuple[Rewrite, ...] = (
     branches.if_as_where,
     cells.loop_as_layer,
+    # Before others compute in 32 bits what an EP fuses.
+    quantized.move_between_floats,
     widths.compute_in_32_bits,
     indexing.reverse_sequence_as_gather,
     recurrent.drop_default_activations,
@@ -76,7 +78,6 @@ REWRITES: tuple[Rewrite, ...] = (
     functions.inline_function,
     functions.apply_text,
     widths.join_casts,
-    quantized.move_between_floats,
     ranks.reduce_rank_of_transpose,
     ranks.reduce_rank_of_gather,
     ranks.reduce_rank_of_reduction,

@@ -21,10 +21,19 @@ _EXTREMES_OF_INTEGERS = 12
 
 _QUANTIZING = ("DequantizeLinear", "QuantizeLinear")
 
+_OF_ONE = ("AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid", "Softmax")
+"""Operators of ONNX Runtime with one quantized input."""
+
 _MOVING = operators.LAYOUT | {"MaxPool"}
 """Operators with the same result for integers, which EPs support for floats."""
 
-_RESULTS: Mapping[str, int] = {"QuantizeLinear": 1, "QLinearConv": 6, "QLinearMatMul": 6}
+_RESULTS: Mapping[str, int] = {
+    "QuantizeLinear": 1,
+    **dict.fromkeys(("QLinearConv", "QLinearMatMul"), 6),
+    **dict.fromkeys((f"{graph.MICROSOFT}.QLinear{name}" for name in ("Add", "Mul")), 6),
+    **dict.fromkeys((f"{graph.MICROSOFT}.QLinear{name}" for name in _OF_ONE), 3),
+    f"{graph.MICROSOFT}.QGemm": 7,
+}
 """Operators that make integers, with the number of the input that is their scale."""
 
 
@@ -122,7 +131,7 @@ def move_between_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) ->
     maker = scope.maker(scope.origin(node.input[0], _MOVING), *_RESULTS)
     if maker is None:
         return None
-    begin = _RESULTS[maker.op_type]
+    begin = _RESULTS[graph.operator(maker)]
     scale = [name for name in maker.input[begin : begin + 2] if name]
     axis = [attribute for attribute in maker.attribute if attribute.name == "axis"]
     if scope.shape(scale[0]) not in ((), (1,)) or (axis and maker.op_type not in _QUANTIZING):

@@ -17,14 +17,19 @@ from hatch_epcontext.graph.rewriting import Operators, Rewrite, rewrites
 from hatch_epcontext.graph.scope import Scope
 from hatch_epcontext.graph.values.integers import limits
 
+_BYTES = (TensorProto.INT8, TensorProto.UINT8)
+
 _WIDER: Mapping[int, int] = {
-    **dict.fromkeys((TensorProto.INT8, TensorProto.UINT8), TensorProto.INT32),
+    **dict.fromkeys(_BYTES, TensorProto.INT32),
     **dict.fromkeys((TensorProto.INT16, TensorProto.UINT16), TensorProto.INT32),
     # Their sums and products are the same modulo 2^32; values of 2^31 and more need 64 bits.
     **dict.fromkeys((TensorProto.UINT32, TensorProto.UINT64), TensorProto.INT64),
     **dict.fromkeys((TensorProto.DOUBLE, TensorProto.BFLOAT16), TensorProto.FLOAT),
 }
 """The type in which values of each other one are computed; all but those of float64 and uint64 exactly."""
+
+_OF_POOLS: Mapping[int, int] = {**_WIDER, **dict.fromkeys(_BYTES, TensorProto.FLOAT)}
+"""Those of a MaxPool, which takes no int32: floats have all integers of 8 bits."""
 
 _OF_BITS = frozenset(
     {"BitCast", "BitShift", "BitwiseNot", "Cast", "CastLike", "If", "Loop", "Scan"}
@@ -54,16 +59,17 @@ def _widen(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
             return Declined(f"the type of {name!r} is not known")
     schema = onnx.defs.get_schema(node.op_type, builder.opset)
     allowed = {rule.type_param_str: rule.allowed_type_strs for rule in schema.type_constraints}
+    wider = _OF_POOLS if node.op_type == "MaxPool" else _WIDER
     wide: list[str] = []
     for index, name in enumerate(node.input):
-        new = _WIDER.get(types[index] or 0) if name else None
+        new = wider.get(types[index] or 0) if name else None
         formal = schema.inputs[min(index, len(schema.inputs) - 1)]
         if new and graph.type_text(new) not in allowed.get(formal.type_str, [formal.type_str]):
             return Declined(f"it takes no {graph.dtype_name(new)}")
         wide.append(_cast(name, new, scope, builder) if new else name)
     named = (entry for entry in node.attribute if entry.name in graph.TYPE_ATTRIBUTES)
-    wider = {entry.name: _WIDER[entry.i] for entry in named if entry.i in _WIDER}
-    results = builder.add_like(node, node.op_type, wide, "", **wider)
+    attributes = {entry.name: _WIDER[entry.i] for entry in named if entry.i in _WIDER}
+    results = builder.add_like(node, node.op_type, wide, "", **attributes)
     outputs = types[len(node.input) :]
     return [
         builder.add("Cast", result, to=type_) if type_ in _WIDER and result else result

@@ -10,10 +10,11 @@ import onnx
 import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
+from hatch_epcontext.graph.rewrites import REWRITES
 from hatch_epcontext.graph.rewrites.functions import apply_text, inline_function, texts
 from hatch_epcontext.graph.rewriting import Rewritten, apply
 from tests.conftest import needs_qnn, newer_runtime
-from tests.graph.rewrites.equal import session
+from tests.graph.rewrites.equal import operators, session
 from tests.graph.rewrites.test_precise import on_the_npu
 from tests.models import parsed
 
@@ -252,3 +253,23 @@ def test_a_function_of_a_later_opset_is_computed_on_an_npu(opset: int) -> None:
 def test_the_reason_is_no_opset_where_a_text_is_not_for_a_node() -> None:
     model = parsed("(float[3, 8] x) => (float[3, 1] y) { y = ReduceMax <axes = [1]> (x) }", 13)
     assert apply(model, [apply_text], None, {}) == Rewritten()
+
+
+@needs_qnn
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_the_pooled_result_of_an_operator_of_integers_is_computed_on_an_npu(dtype: str) -> None:
+    zero = 0 if dtype == "int8" else 128
+    model = parsed(
+        f"""({dtype}[1, 2, 8, 8] x) => ({dtype}[1, 9] y)
+        <float s = {{0.05}}, {dtype} z = {{{zero}}}, {dtype}[1, 2, 3, 3] w, int64[2] flat = {{1, 9}}> {{
+        c = QLinearConv <pads = [1, 1, 1, 1], strides = [2, 2]> (x, s, z, w, s, z, s, z)
+        p = MaxPool <kernel_shape = [2, 2]> (c) y = Reshape (p, flat) }}""",
+        13,
+        w=(zero + RNG.integers(-40, 40, (1, 2, 3, 3))).astype(dtype),
+    )
+    feeds: Any = {"x": (zero + RNG.integers(-100, 100, (1, 2, 8, 8))).astype(dtype)}
+    (expected,) = session(model).run(None, feeds)
+    apply(model, REWRITES, frozenset(["MaxPool", "QLinearConv", "Reshape"]), {})
+    assert "Cast" not in operators(model)
+    found = on_the_npu(model, feeds).astype(int)
+    assert np.abs(found - expected.astype(int)).max() <= 1

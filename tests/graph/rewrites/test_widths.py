@@ -11,7 +11,7 @@ from hatch_epcontext.graph.rewrites.bits import shift_as_product
 from hatch_epcontext.graph.rewrites.widths import compute_in_32_bits, join_casts
 from hatch_epcontext.graph.rewriting import apply
 from tests.conftest import needs_qnn
-from tests.graph.rewrites.equal import operators, reasons, rewritten, session
+from tests.graph.rewrites.equal import operators, rewritten, session
 from tests.graph.rewrites.test_precise import on_the_npu
 from tests.models import parsed
 
@@ -39,11 +39,15 @@ def test_a_float64_between_two_operators_is_no_value_of_the_model() -> None:
     assert operators(after) == ["Cast", "Tanh", "Exp", "Neg", "Cast"]
 
 
-def test_an_operator_that_takes_no_wider_type_stays() -> None:
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_the_largest_of_bytes_is_that_of_floats(dtype: str) -> None:
     model = parsed(
-        "(uint8[1, 1, 4, 4] x) => (uint8[1, 1, 3, 3] y) { y = MaxPool <kernel_shape = [2, 2]> (x) }"
+        f"""({dtype}[1, 2, 4, 4] x) => ({dtype}[1, 2, 4, 4] y)
+        {{ y = MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (x) }}""",
+        12,
     )
-    assert reasons(model, compute_in_32_bits) == ["it takes no int32"]
+    after = rewritten(model, compute_in_32_bits, tolerance=1e-6)
+    assert operators(after) == ["Cast", "MaxPool", "Cast"]
 
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
