@@ -9,6 +9,8 @@ import onnx
 from hatch_epcontext.graph import operators
 from hatch_epcontext.graph.scope import Scope
 
+_OF_SERIES = frozenset({"ReduceMean", "ReduceMin", "TopK"})
+
 _SELECTING = frozenset({"ArgMax", "ArgMin", "TopK"})
 
 _OF_PLACES = frozenset({"Div", "Mod", "Mul"})
@@ -19,10 +21,19 @@ _MAX_SENSORS = 8
 
 
 def is_own_mean(one: str, other: str, scope: Scope) -> bool:
-    """Whether ``other`` is the mean of ``one``, a series."""
-    mean = scope.maker(other)
-    if mean is None or mean.op_type != "ReduceMean" or mean.input[0] != one:
+    """Whether ``other`` is the mean of ``one``, a series, or its lowest value, its median or another one."""
+    _, moves = scope.origin_and_moves(other, operators.MOVES)
+    mean = scope.maker(moves[-1].input[0] if moves else other)
+    if (
+        mean is None
+        or mean.op_type not in _OF_SERIES
+        or moved(mean.input[0], scope) != moved(one, scope)
+    ):
         return False
+    if mean.op_type == "TopK":
+        # One of many values.
+        whole, part = (math.prod(scope.shape(name) or ()) for name in (one, other))
+        return part < whole
     axes, sizes = scope.axes(mean) or (), scope.sizes(one) or ()
     others = [size or math.inf for axis, size in enumerate(sizes) if axis not in axes]
     # Of several rows it normalizes what a layer computes along the last axis, and features along others.

@@ -696,6 +696,20 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
             "(float[1, 32, 4] x) => (float[] y) { m = ReduceMean <axes = [1]> (x) y = Sub (x, m) }",
             [(1000, 1), (1000, 0.25)],
         ),
+        (
+            "(float[1, 32, 4] x) => (float[] y) { m = ReduceMin <axes = [1]> (x) y = Sub (x, m) }",
+            [(1000, 1), (1000, 0.25)],
+        ),
+        # Its median, which a Gather takes; and a logit less the largest.
+        (
+            """(float[31] x) => (float[] y) <int64[1] k = {16}, int64[1] last = {15}>
+            { v, i = TopK (x, k) m = Gather (v, last) y = Sub (x, m) }""",
+            [(1000, 1), (1000, 0.25)],
+        ),
+        (
+            "(float[1, 32] x) => (float[] y) { m = ReduceMax <axes = [1]> (x) d = Sub (x, m) y = Exp (d) }",
+            [],
+        ),
         # Features.
         (
             "(float[1, 32, 9] x) => (float[] y) { m = ReduceMean <axes = [1]> (x) y = Sub (x, m) }",
