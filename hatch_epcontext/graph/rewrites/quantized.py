@@ -191,6 +191,9 @@ def cast_as_dequantize(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     is_small = scope.elem_type(value) in _SMALL
     if not is_small or graph.attribute(node, "to", 0) != TensorProto.FLOAT:
         return None
+    if scope.maker(value, "Cast") is not None:
+        # Two Casts are one.
+        return None
     scale, zero = builder.store(np.float32(1)), builder.store(np.array(0, scope.dtype(value)))
     # ONNX's own operator does not exist, or not for 16 bits, in all opsets.
     return [builder.add("DequantizeLinear", value, scale, zero, domain=graph.MICROSOFT)]

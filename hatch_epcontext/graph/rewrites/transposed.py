@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -35,6 +36,12 @@ _NOT_MOVED_PAST = operators.GATHERS | {
 _NOT_TRANSPOSED = (onnx.TensorProto.INT64, onnx.TensorProto.UINT8)
 """Types of outputs that an EP writes wrong from a Transpose, or whose Transpose it refuses."""
 
+_OF_CPU = (
+    *(onnx.TensorProto.INT8, onnx.TensorProto.INT16, onnx.TensorProto.UINT16),
+    *(onnx.TensorProto.UINT64, onnx.TensorProto.DOUBLE, onnx.TensorProto.BFLOAT16),
+)
+"""Types that an EP lacks: the CPU casts outputs to them, and would then transpose them too."""
+
 
 @corrects(
     "transposed-outputs",
@@ -43,11 +50,14 @@ _NOT_TRANSPOSED = (onnx.TensorProto.INT64, onnx.TensorProto.UINT8)
 )
 def _transposed_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A node behind which no Transpose can be moved, after one with an int64 or uint8 output of the graph:
-    an Expand to its own shape, or for uint8 a Cast of a single dimension.
+    an Expand to its own shape, or for uint8 a Cast of a single dimension. For a Cast to a type that the EP
+    lacks it is before it.
     """
     ends = _outputs_to_keep(scope.body).intersection(node.output)
     if not _is_transposed(ends, scope):
         return None
+    if scope.elem_type(node.output[0]) in _OF_CPU:
+        return _cast_at_the_end(node, scope, builder)
     if scope.dtype(node.output[0]) == np.uint8:
         return _bytes_in_one_dimension(node, scope, builder)
     values = builder.add_like(node, node.op_type, node.input)
@@ -56,6 +66,16 @@ def _transposed_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
         if name in ends and shape and scope.dtype(name) == np.int64:
             values[index] = builder.add("Expand", values[index], builder.integers(shape))
     return values
+
+
+def _cast_at_the_end(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Cast of values in their order: ONNX Runtime removes an Expand to the same shape before it."""
+    shape = scope.shape(node.output[0])
+    if node.op_type != "Cast" or not shape:
+        return None
+    row = builder.reshape(node.input[0], [-1])
+    row = builder.add("Expand", row, builder.integers([1, math.prod(shape)]))
+    return builder.add_like(node, node.op_type, [builder.reshape(row, shape)])
 
 
 def _bytes_in_one_dimension(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
@@ -97,7 +117,7 @@ def _is_transposed(names: Iterable[str], scope: Scope) -> bool:
 
 def _outputs_to_keep(main: onnx.GraphProto) -> set[str]:
     typed = ((value.name, value.type.tensor_type.elem_type) for value in main.output)
-    return {name for name, type_ in typed if type_ in _NOT_TRANSPOSED}
+    return {name for name, type_ in typed if type_ in (*_NOT_TRANSPOSED, *_OF_CPU)}
 
 
 def _expand_int64_inputs(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -597,6 +598,36 @@ def test_a_transposed_uint8_output_can_be_computed_on_an_npu(text: str) -> None:
     (expected,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
     assert correct(model, ["transposed-outputs"]) == ("transposed-outputs",)
     np.testing.assert_array_equal(on_the_npu(model, {"x": x}), expected)
+
+
+@needs_qnn
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint16", "uint64"])
+def test_only_a_cast_of_an_output_is_left_of_a_type_that_an_npu_lacks(
+    tmp_path: Path, dtype: str
+) -> None:
+    to = onnx.TensorProto.DataType.Value(dtype.upper())
+    text = PICTURES.replace("int64[{}] y", f"{dtype}[{{}}] y").format(
+        "1, 5, 4, 6", f"c = Conv(x, w) y = Cast<to = {to}>(c)"
+    )
+    model = parsed(text.replace("w, int64", f"w = {{{', '.join(map(str, range(15)))}}}, int64"), 17)
+    assert left_to_the_cpu(model, tmp_path) == ["Cast", "Transpose"]
+    assert applicable(model) == correct(model, ["transposed-outputs"]) == ("transposed-outputs",)
+    onnx.checker.check_model(model, full_check=True)
+    assert left_to_the_cpu(model, tmp_path) == ["Cast"]
+    assert untouched(model, "transposed-outputs")
+
+
+def left_to_the_cpu(model: onnx.ModelProto, folder: Path) -> list[str]:
+    """The nodes of ``model`` that QNN does not compile."""
+    from hatch_epcontext.worker.session import options
+
+    compiled = folder / "compiled.onnx"
+    entries = {"ep.context_enable": "1", "ep.context_file_path": str(compiled)}
+    to = target("qnn", X_ELITE, session_options=entries)
+    compiled.unlink(missing_ok=True)
+    ort.InferenceSession(model.SerializeToString(), options(to, to.settings.provider_options))
+    found = onnx.load(compiled, load_external_data=False)
+    return sorted(node.op_type for node in found.graph.node if node.op_type != "EPContext")
 
 
 @pytest.mark.parametrize(
