@@ -16,6 +16,7 @@ RewriteName = Literal[
     "clip-inputs",
     "transposed-outputs",
     "pool-padding",
+    "quantized-signs",
     "variance",
     "small-angle",
     "split-integers",
@@ -49,7 +50,7 @@ WHOLE: tuple[RewriteName, ...] = (
 
 ALWAYS: tuple[RewriteName, ...] = (
     *("square", "mean", "clip-inputs", "transposed-outputs", "pool-padding"),
-    *("variance", "small-angle"),
+    *("quantized-signs", "variance", "small-angle"),
     # Before remainders are rewritten, from which no range can be read.
     "split-integers",
     "factors",

@@ -360,8 +360,11 @@ class Qnn(Provider):
     # each run ends with "ORT Tensor data size does not match QNN tensor data size"; it refuses one of uint8.
     # Of nodes with names x * HardSigmoid(x), in this order, is x² behind a Conv, Gemm or MatMul; integers are
     # computed wrong in any format. Sums of pools read other memory where only some borders have a padding,
-    # or crash.
-    rewrites: tuple[RewriteName, ...] = ("transposed-outputs", "pool-padding", *WHOLE)
+    # or crash. It fuses no quantized layer of int8 with a result of uint8, and leaves its bias to the CPU.
+    rewrites: tuple[RewriteName, ...] = (
+        *("transposed-outputs", "pool-padding", "quantized-signs"),
+        *WHOLE,
+    )
     example = 'chip = "snapdragon-x-elite"'
     # The NPU computes in float16, and a Sigmoid in units of 0.004. On real models right outputs have 25 dB
     # and more, wrong ones less than 20.

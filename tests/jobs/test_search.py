@@ -617,7 +617,7 @@ def test_the_rewrites_that_an_ep_needs_in_any_number_format_are_applied_without_
     ep = Ep({"plain": ()})
     ep.finish(search_for(provider_options={"enable_htp_fp16_precision": "0"}))
     assert [recipe.corrections for recipe in ep.compiled] == [
-        ("transposed-outputs", "pool-padding", *WHOLE)
+        ("transposed-outputs", "pool-padding", "quantized-signs", *WHOLE)
     ]
 
 

@@ -20,6 +20,7 @@ from hatch_epcontext.graph.rewrites import (
     kernels,
     long_integers,
     pools,
+    quantized,
     roots,
     sums,
     transposed,
@@ -32,7 +33,17 @@ _BROADCASTING = 8
 
 _BY_NAME = {
     rewrite.name: rewrite
-    for module in (factors, integers, kernels, long_integers, pools, roots, sums, transposed)
+    for module in (
+        factors,
+        integers,
+        kernels,
+        long_integers,
+        pools,
+        quantized,
+        roots,
+        sums,
+        transposed,
+    )
     for rewrite in vars(module).values()
     if isinstance(rewrite, Rewrite)
 }

@@ -12,7 +12,8 @@ from onnx import TensorProto, helper
 from hatch_epcontext.graph import graph, operators
 from hatch_epcontext.graph.builder import Builder, Outputs
 from hatch_epcontext.graph.facts import Declined
-from hatch_epcontext.graph.rewriting import rewrites
+from hatch_epcontext.graph.number_format import FUSING
+from hatch_epcontext.graph.rewriting import corrects, rewrites
 from hatch_epcontext.graph.scope import Scope
 
 _SMALL = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16})
@@ -197,3 +198,44 @@ def cast_as_dequantize(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
     scale, zero = builder.store(np.float32(1)), builder.store(np.array(0, scope.dtype(value)))
     # ONNX's own operator does not exist, or not for 16 bits, in all opsets.
     return [builder.add("DequantizeLinear", value, scale, zero, domain=graph.MICROSOFT)]
+
+
+_OTHER_SIGN = {
+    np.dtype(one): np.dtype(other)
+    for one, other in (("u1", "i1"), ("i1", "u1"), ("u2", "i2"), ("i2", "u2"))
+}
+
+_FUSED = ("Clip", "Relu")
+"""What EPs fuse with a quantization behind it."""
+
+
+def _has_other_sign(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether a quantized layer has a result of another sign than its input."""
+    layer = scope.maker(scope.origin(node.input[0], _FUSED), *FUSING)
+    maker = None if layer is None else scope.maker(layer.input[0], *operators.DEQUANTIZES)
+    if maker is None or scope.stored.get(maker.input[0]) is not None:
+        return False
+    dtype = scope.dtype(node.output[0])
+    return dtype is not None and _OTHER_SIGN.get(dtype) == scope.dtype(maker.input[0])
+
+
+@corrects(
+    "quantized-signs",
+    *sorted(operators.QUANTIZES),
+    beside=["DequantizeLinear"],
+    applies=_has_other_sign,
+)
+def _quantize_as_input(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The quantization of floats that have been quantized before, with the sign of the layer's input: its
+    integers are the same, less half of their number.
+    """
+    value, scale, zero = graph.operands(node, 3)
+    dtype = scope.known_dtype(node.output[0])
+    zeros = scope.stored_values(zero) if zero else np.zeros(scope.fixed_shape(scale), dtype)
+    other = _OTHER_SIGN[dtype]
+    moved = zeros.astype(np.int64) - np.iinfo(dtype).min + np.iinfo(other).min
+    operands = [scale, builder.store(moved.astype(other))]
+    kept = {entry.name: entry.i for entry in node.attribute if entry.name == "axis"}
+    for operator in ("QuantizeLinear", "DequantizeLinear"):
+        value = builder.add(operator, value, *operands, domain=node.domain, **kept)
+    return builder.add_like(node, node.op_type, [value, *node.input[1:]], node.domain)

@@ -189,6 +189,11 @@ CORRECTED: Mapping[str, Variants] = {
     "log-floor": {
         8: f"{X} <float tiny = {{1e-10}}, {NUMBERS}> {{ a = Abs (x) b = Add (a, tiny) y = Log (b) }}"
     },
+    "quantized-signs": {
+        10: """(int8[2, 3] x, float[3, 4] w) => (uint8[2, 4] y)
+        <float s = {0.5}, int8 z = {3}, uint8 u = {100}>
+        { f = DequantizeLinear (x, s, z) m = MatMul (f, w) y = QuantizeLinear (m, s, u) }"""
+    },
     "variance": {
         7: """(float[2, 3, 4] x) => (float[1, 1, 4] y) { a = Mul (x, x) m = ReduceMean <axes = [0, 1]> (x)
         b = ReduceMean <axes = [0, 1]> (a) n = Mul (m, m) y = Sub (b, n) }""",

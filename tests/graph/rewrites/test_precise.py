@@ -617,6 +617,31 @@ def test_only_a_cast_of_an_output_is_left_of_a_type_that_an_npu_lacks(
     assert untouched(model, "transposed-outputs")
 
 
+@needs_qnn
+@pytest.mark.parametrize(("given", "made"), [("int8", "uint8"), ("uint8", "int8")])
+@pytest.mark.parametrize("behind", ["", "r = Relu(c)"])
+def test_a_quantized_layer_has_a_result_of_the_sign_of_its_input(
+    tmp_path: Path, given: str, made: str, behind: str
+) -> None:
+    model = parsed(
+        f"""(float[1, 2, 8, 8] x) => (float[1, 2, 8, 8] y)
+        <float s = {{0.05}}, {given} z = {{5}}, int8 o = {{0}}, float[2] b = {{1, 2}}, {made} u = {{9}}> {{
+        n = Neg(x) i = QuantizeLinear(n, s, z) f = DequantizeLinear(i, s, z) g = DequantizeLinear(w, s, o)
+        c = Conv<pads = [1, 1, 1, 1]>(f, g, b) {behind}
+        q = QuantizeLinear({behind[:1] or "c"}, s, u) d = DequantizeLinear(q, s, u) y = Abs(d) }}""",
+        13,
+        w=np.random.default_rng(1).integers(-9, 9, (2, 2, 3, 3)).astype(np.int8),
+    )
+    model = onnx.shape_inference.infer_shapes(model)
+    feeds = {"x": np.random.default_rng(0).uniform(-3, 3, (1, 2, 8, 8)).astype(np.float32)}
+    assert left_to_the_cpu(model, tmp_path) == ["DequantizeLinear"]
+    (expected,) = session(model).run(None, feeds)
+    assert applicable(model) == correct(model, ["quantized-signs"]) == ("quantized-signs",)
+    np.testing.assert_array_equal(session(model).run(None, feeds)[0], expected)
+    assert left_to_the_cpu(model, tmp_path) == []
+    assert untouched(model, "quantized-signs")
+
+
 def left_to_the_cpu(model: onnx.ModelProto, folder: Path) -> list[str]:
     """The nodes of ``model`` that QNN does not compile."""
     from hatch_epcontext.worker.session import options
