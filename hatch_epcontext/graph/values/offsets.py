@@ -23,6 +23,11 @@ _BESIDE_OFFSETS, _OF_WHOLE = (1 / 1000, 1 / 4000), (1 / 3000,)
 means of their squares from the second one on.
 """
 
+_OF_DOUBLES, _MOMENTS = 1e9, 10.0
+"""The offset of doubles of which only differences count, and their deviation: seconds since 1970, whose
+differences float32 loses.
+"""
+
 _OF_SQUARES = 1 / 50
 """The deviation, relative to values, below which the mean of squares less the square of the mean is lost."""
 
@@ -62,6 +67,8 @@ def _offsets(facts: TensorFacts, range_: Range, known: Iterable[Range]) -> Itera
             # Inside of the range.
             center = offset - math.copysign(4 * spread, offset) if bounds else offset
             yield Far(low, high, (center,), (spread,), is_offset=True)
+    if range_.shifted and bounds is None and facts.dtype == "float64":
+        yield Far(centers=(_OF_DOUBLES,), spreads=(_MOMENTS,), is_offset=True)
 
 
 def _common_range(

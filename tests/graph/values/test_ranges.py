@@ -700,6 +700,11 @@ NEIGHBOURS = """(float[1, 32] x) => (float[] y) <int64[1] i = {{0}}, int64[1] j 
             "(float[1, 32, 4] x) => (float[] y) { m = ReduceMin <axes = [1]> (x) y = Sub (x, m) }",
             [(1000, 1), (1000, 0.25)],
         ),
+        # Moments, as seconds since 1970.
+        (
+            "(double[1, 32] x) => (double[] y) { m = ReduceMin <axes = [1]> (x) y = Sub (x, m) }",
+            [(1000, 1), (1000, 0.25), (1e9, 10)],
+        ),
         # Its median, which a Gather takes; and a logit less the largest.
         (
             """(float[31] x) => (float[] y) <int64[1] k = {16}, int64[1] last = {15}>
