@@ -717,6 +717,11 @@ def on_the_way() -> Iterator[Case]:
     nodes = "i = Add(x, more); f = Cast<to=1>(x); g = Cast<to=1>(i); y = Div(f, g)"
     large = np.geomspace(300, 5e8, 256).astype(np.int32)
     yield Case(nodes, large, "int32, large", whole, step=TABLE)
+    long = random.integers(0, 3 * 10**7, (16, 16)).astype(np.int32)
+    for sum_ in ("ReduceSum", "CumSum"):
+        given = {"axes": np.array([-1])} if sum_ == "ReduceSum" else {"axis": np.array(-1)}
+        nodes = f"y = {sum_}(x, {next(iter(given))})"
+        yield Case(nodes, long, "int32, sums above 2^24", given, result=TensorProto.INT32)
     wide = _rounded(random.normal(size=(2, 1, 2, 1, 3)))
     other = {"other": _rounded(random.normal(size=(1, 4, 1, 2, 1)))}
     yield Case("c = Greater(x, other); y = Where(c, x, other)", wide, constants=other)

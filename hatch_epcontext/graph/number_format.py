@@ -26,6 +26,7 @@ RewriteName = Literal[
     "log-sum-exp",
     "scaled-square",
     "scaled-product",
+    "long-sums",
     "ratio",
     "unfuse-activation",
     "truncate",
@@ -61,7 +62,7 @@ ALWAYS: tuple[RewriteName, ...] = (
 FOR_RANGES: tuple[RewriteName, ...] = (
     # Products are found before a scale hides them, and divisions of the others are scaled too.
     *("log-power", "log-floor", "log-sum-exp", "scaled-square", "scaled-product", "floor"),
-    *("comparison", "ratio", "scaled-division"),
+    *("comparison", "long-sums", "ratio", "scaled-division"),
 )
 """Those that avoid losses that an emulation of the number format shows, or wrong values of a kernel."""
 

@@ -361,8 +361,9 @@ class Qnn(Provider):
     # Of nodes with names x * HardSigmoid(x), in this order, is x² behind a Conv, Gemm or MatMul; integers are
     # computed wrong in any format. Sums of pools read other memory where only some borders have a padding,
     # or crash. It fuses no quantized layer of int8 with a result of uint8, and leaves its bias to the CPU.
+    # Integers are summed in float32.
     rewrites: tuple[RewriteName, ...] = (
-        *("transposed-outputs", "pool-padding", "quantized-signs"),
+        *("transposed-outputs", "pool-padding", "quantized-signs", "long-sums"),
         *WHOLE,
     )
     example = 'chip = "snapdragon-x-elite"'

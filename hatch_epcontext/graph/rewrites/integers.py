@@ -5,6 +5,7 @@ Each is for all values that the graph does not prove to be right: see `values.in
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,49 @@ def _indices(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     # Other rewrites, which come first, find it by its name if an EP refuses it.
     builder.nodes[-1].name = node.name
     return results
+
+
+_EXACT_SUM = 2.0**24
+"""Up to here sums of integers are exact where an EP sums in float32."""
+
+_PART = 2**12
+"""By what they are divided: sums of 4096 rests are exact, and so are those of quotients of 32 bits."""
+
+
+def _is_long_sum(node: onnx.NodeProto, scope: Scope) -> bool:
+    """Whether a sum of integers may have more bits than a float32."""
+    value = node.input[0]
+    sizes = scope.sizes(value)
+    if not scope.is_whole(value) or sizes is None or _is_part(value, scope):
+        return False
+    axes = None if node.op_type == "CumSum" else scope.axes(node)
+    summed = sizes if axes is None else [sizes[axis] for axis in axes]
+    count = math.prod(math.inf if size is None else size for size in summed)
+    low, high = limits(value, scope)
+    return count > 1 and max(-low, high) * count > _EXACT_SUM
+
+
+def _is_part(name: str, scope: Scope) -> bool:
+    """Whether a value has quotients by `_PART`, or the rests of these."""
+    node = scope.maker(name, "Div", "Sub")
+    if node is not None and node.op_type == "Sub":
+        product = scope.maker(node.input[1], "Mul")
+        node = None if product is None else scope.maker(product.input[0], "Div")
+    divisor = None if node is None else scope.constant(node.input[1])
+    return divisor is not None and bool((divisor == _PART).all())
+
+
+@corrects("long-sums", "CumSum", "ReduceSum", applies=_is_long_sum)
+def _sum_parts(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """The sum of quotients, times the divisor, and that of rests."""
+    value, part = node.input[0], builder.number(_PART)
+    quotient = builder.add("Div", value, part)
+    rest = builder.add("Sub", value, builder.add("Mul", quotient, part))
+    sums = list[str]()
+    for number in (quotient, rest):
+        sums += builder.add_like(node, node.op_type, [number, *node.input[1:]])
+        builder.nodes[-1].name = builder.fresh(node.name or node.op_type)
+    return [builder.add("Add", builder.add("Mul", sums[0], part), sums[1])]
 
 
 def _is_hard_swish(node: onnx.NodeProto, scope: Scope) -> bool:

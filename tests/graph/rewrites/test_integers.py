@@ -16,9 +16,10 @@ from hatch_epcontext.graph.rewrites import REWRITES
 from hatch_epcontext.graph.rewrites.precise import PRECISE, applicable
 from hatch_epcontext.graph.rewriting import apply
 from hatch_epcontext.worker.ort_values import value_types
-from tests.conftest import newer_runtime
+from tests.conftest import needs_qnn, newer_runtime
 from tests.graph.rewrites.equal import operators, session
-from tests.models import untyped
+from tests.graph.rewrites.test_precise import on_the_npu
+from tests.models import parsed, untyped
 
 WHOLE = np.array([[0, 1, -1, 7, -7, 24, -24, 25, 1999, -2001, 481336, -999983, 2**30, -(2**30)]])
 SIZE = WHOLE.size
@@ -156,3 +157,46 @@ def test_shifts_are_right_at_the_ends_of_a_type(bits: int, direction: str) -> No
     assert apply(source, REWRITES, frozenset({"BitShift"}), value_types(source, Path())).names
     after = session(source).run(None, {"x": values, "n": amounts})
     np.testing.assert_array_equal(after[0], before[0])
+
+
+@needs_qnn
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ReduceSum <keepdims = 0> (x, axes)",
+        "ReduceSum (x)",
+        "CumSum (x, axis)",
+        "CumSum <reverse = 1> (x, axis)",
+    ],
+)
+def test_a_long_sum_of_integers_is_exact_on_an_npu(dtype: str, call: str) -> None:
+    model = parsed(
+        f"""({dtype}[8, 16] x) => ({dtype}[] y) <int64[1] axes = {{1}}, int64 axis = {{0}}> {{
+        y = {call} }}""",
+        13,
+        check=False,
+    )
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    model = onnx.shape_inference.infer_shapes(model)
+    x = np.random.default_rng(0).integers(-(10**7), 3 * 10**7, (8, 16)).astype(dtype)
+    if "(x)" in call:
+        x //= 2
+    (expected,) = session(model).run(None, {"x": x})
+    assert "long-sums" in applicable(model)
+    assert apply(model, [PRECISE["long-sums"]], None, {}).replaced == 1
+    (found,) = session(model).run(None, {"x": x})
+    np.testing.assert_array_equal(found, expected)
+    assert apply(model, [PRECISE["long-sums"]], None, {}).replaced == 0
+    if "reverse" not in call:
+        np.testing.assert_array_equal(on_the_npu(model, {"x": x}), expected)
+
+
+@pytest.mark.parametrize("call", ["ReduceSum (i, axes)", "CumSum (i, axis)"])
+def test_a_sum_of_few_small_integers_stays(call: str) -> None:
+    model = parsed(
+        f"""(bool[8, 16] x) => (int64[a, b] y) <int64[1] axes = {{1}}, int64 axis = {{0}}>
+        {{ i = Cast <to = 7> (x) y = {call} }}""",
+        13,
+    )
+    assert apply(model, [PRECISE["long-sums"]], None, {}).replaced == 0

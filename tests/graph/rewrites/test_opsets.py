@@ -218,6 +218,9 @@ CORRECTED: Mapping[str, Variants] = {
         18: """(float[2, 3, 4] x) => (float[2, 3, 1] y) <int64[1] axes = {-1}>
         { a = Mul (x, x) y = ReduceMean (a, axes) }""",
     },
+    "long-sums": {
+        11: """(int64[2, 3] x) => (int64[2, 3] y) <int32 axis = {1}> { y = CumSum (x, axis) }"""
+    },
     "truncate": {9: f"{WHOLE} {{ y = Div (x, two) }}"},
     "modulo": {10: f"{WHOLE} {{ y = Mod (x, two) }}"},
     "truth": {9: f"{WHOLE} {{ b = Cast <to = 9> (x) y = Cast <to = 7> (b) }}"},
