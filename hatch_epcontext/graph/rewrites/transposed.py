@@ -50,10 +50,13 @@ _OF_CPU = (
 )
 def _transposed_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     """A node behind which no Transpose can be moved, after one with an int64 or uint8 output of the graph:
-    an Expand to its own shape, or for uint8 a Cast of a single dimension. For a Cast to a type that the EP
-    lacks it is before it.
+    an Expand to its own shape, also after a Cast of floats, or for uint8 a Cast of a single dimension. For a
+    Cast to a type that the EP lacks it is before it.
     """
     ends = _outputs_to_keep(scope.body).intersection(node.output)
+    is_cast = node.op_type == "Cast" and scope.kind(node.input[0]) == "f"
+    if is_cast and ends and scope.dtype(node.output[0]) == np.int64:
+        return _expanded_cast(node, scope, builder)
     if not _is_transposed(ends, scope):
         return None
     if scope.elem_type(node.output[0]) in _OF_CPU:
@@ -66,6 +69,14 @@ def _transposed_output(node: onnx.NodeProto, scope: Scope, builder: Builder) -> 
         if name in ends and shape and scope.dtype(name) == np.int64:
             values[index] = builder.add("Expand", values[index], builder.integers(shape))
     return values
+
+
+def _expanded_cast(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
+    """A Cast of floats to int64 that makes no output itself: an EP leaves such a one to the CPU."""
+    shape = scope.fixed_shape(node.output[0])
+    (whole,) = builder.add_like(node, node.op_type, node.input)
+    expanded = builder.add("Expand", whole, builder.integers(shape or [1]))
+    return [expanded if shape else builder.squeeze(expanded, [0])]
 
 
 def _cast_at_the_end(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:

@@ -601,6 +601,24 @@ def test_a_transposed_uint8_output_can_be_computed_on_an_npu(text: str) -> None:
 
 
 @needs_qnn
+@pytest.mark.parametrize("shape", [(3, 4), (5,), ()])
+def test_a_cast_of_floats_that_makes_an_int64_output_is_computed_on_an_npu(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    sizes = f"[{', '.join(map(str, shape))}]" if shape else ""
+    model = parsed(
+        f"(float{sizes} x) => (int64{sizes} y) {{ r = Round(x) y = Cast<to = 7>(r) }}", 13
+    )
+    x = np.asarray(np.random.default_rng(0).integers(-200, 200, shape) + 0.25, np.float32)
+    assert left_to_the_cpu(model, tmp_path) == ["Cast"]
+    (expected,) = session(model).run(None, {"x": x})
+    assert applicable(model) == correct(model, ["transposed-outputs"]) == ("transposed-outputs",)
+    onnx.checker.check_model(model, full_check=True)
+    np.testing.assert_array_equal(on_the_npu(model, {"x": x}), expected)
+    assert untouched(model, "transposed-outputs")
+
+
+@needs_qnn
 @pytest.mark.parametrize("dtype", ["int8", "int16", "uint16", "uint64"])
 def test_only_a_cast_of_an_output_is_left_of_a_type_that_an_npu_lacks(
     tmp_path: Path, dtype: str
