@@ -240,10 +240,10 @@ def test_a_changed_file_of_an_option_is_compiled_again(
         *("compile", source, "-o", out / "a.onnx", *QNN, "--dim", "batch=1"),
         *("--no-validate", "-O", f"op_affinity={affinity}"),
     ]
-    affinity.write_text('{"op_type": {"Relu": "cpu"}}')
+    affinity.write_text('{"op_type": {"MatMul": "cpu"}}')
     refused = cli(*arguments, code=1).stderr
-    assert 'unless op_affinity names a file with {"op_type": {"Relu": "htp"}}' in refused
-    affinity.write_text('{"op_type": {"Relu": "htp"}}')
+    assert 'unless op_affinity names a file with {"op_type": {"MatMul": "htp"}}' in refused
+    affinity.write_text('{"op_type": {"MatMul": "htp"}}')
     assert "4/4 nodes, " in cli(*arguments).stderr
 
 
