@@ -227,6 +227,9 @@ class UsesOfInputs:
             scaled = term.times(factor)
             floats = InFloats(scaled.scale, scaled.offset, term.several)
             self.of[term.input].floats = floats
+            if graph.attribute(node, "to", 0) == onnx.TensorProto.DOUBLE:
+                # They are more than float32 keeps, as amounts of money in cents.
+                self.of[term.input].reach = MAX_EXACT
 
     def _add_weights(self, node: onnx.NodeProto) -> None:
         for one, other in ((0, 1), (1, 0)) if node.op_type in _PRODUCTS else ():

@@ -948,6 +948,8 @@ def test_integers_whose_upper_half_is_made_negative_have_few_bits(nodes: str) ->
         ("c = Cast <to = 1> (x) y = Mul (c, micro)", 2**53),
         ("c = Cast <to = 1> (x) y = Identity (c)", 0),
         ("c = Cast <to = 1> (x) y = Exp (c)", 0),
+        # More than float32 keeps, as cents of a bank.
+        ("c = Cast <to = 11> (x) y = Identity (c)", 2**53),
         ("c = Cast <to = 1> (x) d = Mul (c, micro) y = Log (d)", 1024 * 8e6),
         ("c = Cast <to = 1> (x) y = Log (c)", 2**24),
         ("c = Cast <to = 1> (x) d = Add (c, one) y = Log (d)", 2**24),
