@@ -422,8 +422,8 @@ def test_the_steps_of_a_build_that_is_gone_end(run: Builder, *, is_killed: bool)
 @needs_qnn
 def test_a_crash_of_a_compiler_does_not_end_the_dask_worker(run: Builder) -> None:
     # No rewrite changes it, which would be compiled too.
-    relu = parsed("(float[1, 4] x) => (float[1, 4] y) { y = Relu (x) }")
-    save(relu, run.root / "models" / "a.onnx")
+    doubled = parsed("(float[1, 4] x) => (float[1, 4] y) { y = Add (x, x) }")
+    save(doubled, run.root / "models" / "a.onnx")
     hold = run.cluster.hold("SLOW=1", "slow-1", "slow-2")
     building = run.aside.submit(run.problem, SLOW)
     ((name, pid),) = run.cluster.held(building).items()
