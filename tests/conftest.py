@@ -113,10 +113,11 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Let each process import its own part of all test files first, and then those of the others.
 
-    In a new checkout, what one has compiled the others only load.
+    In a new checkout, what one has compiled the others only load. The coverage of it is already measured.
     """
     process: dict[str, Any] | None = getattr(session.config, "workerinput", None)
     if process is None or session.config.args != session.config.getini("testpaths"):
