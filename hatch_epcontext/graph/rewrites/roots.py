@@ -226,7 +226,10 @@ def _power_of_power(value: str, exponent: float, scope: Scope, builder: Builder)
         logarithms = np.ones(()) if base is None or node.op_type == "Exp" else np.log(base)
         if not logarithms.all():
             return None
-        power = builder.add("Mul", node.input[-1], builder.number(exponent))
+        power = node.input[-1]
+        if scope.dtype(power) != builder.dtype:
+            power = builder.add("Cast", power, to=scope.elem_type(node.input[0]))
+        power = builder.add("Mul", power, builder.number(exponent))
         if factor != 1:
             more = builder.number(math.log(factor) * exponent / logarithms)
             power = builder.add("Add", power, more)

@@ -398,6 +398,10 @@ def test_the_power_of_a_mean_of_powers_is_that_of_scaled_values(body: str) -> No
         ("p = Pow(ten, t) y = Pow(p, part)", ["Mul", "Mul", "Pow"]),
         ("p = Pow(ten, t) q = Div(p, ten) y = Pow(q, part)", ["Mul", "Mul", "Add", "Pow"]),
         ("p = Exp(t) q = Mul(ten, p) y = Sqrt(q)", ["Mul", "Mul", "Add", "Exp"]),
+        (
+            "i = Cast<to = 6>(t) p = Pow(ten, i) y = Pow(p, part)",
+            ["Mul", "Cast", "Cast", "Mul", "Pow"],
+        ),
     ],
 )
 def test_the_power_of_a_power_is_one_power(body: str, expected: list[str]) -> None:
