@@ -29,7 +29,7 @@ _MOVING = operators.LAYOUT | {"MaxPool"}
 """Operators with the same result for integers, which EPs support for floats."""
 
 _RESULTS: Mapping[str, int] = {
-    "QuantizeLinear": 1,
+    **dict.fromkeys(operators.QUANTIZES, 1),
     **dict.fromkeys(("QLinearConv", "QLinearMatMul"), 6),
     **dict.fromkeys((f"{graph.MICROSOFT}.QLinear{name}" for name in ("Add", "Mul")), 6),
     **dict.fromkeys((f"{graph.MICROSOFT}.QLinear{name}" for name in _OF_ONE), 3),
@@ -137,9 +137,11 @@ def move_between_floats(node: onnx.NodeProto, scope: Scope, builder: Builder) ->
     axis = [attribute for attribute in maker.attribute if attribute.name == "axis"]
     if scope.shape(scale[0]) not in ((), (1,)) or (axis and maker.op_type not in _QUANTIZING):
         return Declined("its integers have several scales")
-    value = builder.add("DequantizeLinear", node.input[0], *scale)
+    # ONNX's own operators do not take 16 bits in all opsets.
+    domain = maker.domain if maker.op_type in _QUANTIZING else ""
+    value = builder.add("DequantizeLinear", node.input[0], *scale, domain=domain)
     (moved,) = builder.add_like(node, node.op_type, [value, *node.input[1:]])
-    return [builder.add("QuantizeLinear", moved, *scale)]
+    return [builder.add("QuantizeLinear", moved, *scale, domain=domain)]
 
 
 @rewrites("com.microsoft.GatherBlockQuantized")

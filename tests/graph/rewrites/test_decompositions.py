@@ -394,14 +394,16 @@ def test_rows_of_quantized_tables_are_unpacked(zeros: bool) -> None:
     assert operators(rewritten(model, gather_blocks))[0] == "Gather"
 
 
-def test_quantized_values_are_pooled_as_floats() -> None:
+@pytest.mark.parametrize("domain", ["", "com.microsoft."])
+def test_quantized_values_are_pooled_as_floats(domain: str) -> None:
     model = parsed(
-        """(float[1, 1, 4, 4] x) => (uint8[1, 1, 3, 3] y) {
-            q = QuantizeLinear (x, s, z) y = MaxPool <kernel_shape = [2, 2]> (q) }""",
+        f"""(float[1, 1, 4, 4] x) => (uint8[1, 1, 3, 3] y) {{
+            q = {domain}QuantizeLinear (x, s, z) y = MaxPool <kernel_shape = [2, 2]> (q) }}""",
         s=np.float32(0.05),
         z=np.uint8(128),
     )
-    expected = ["QuantizeLinear", "DequantizeLinear", "MaxPool", "QuantizeLinear"]
+    quantize, dequantize = f"{domain}QuantizeLinear", f"{domain}DequantizeLinear"
+    expected = [quantize, dequantize, "MaxPool", quantize]
     assert operators(rewritten(model, move_between_floats)) == expected
 
 
