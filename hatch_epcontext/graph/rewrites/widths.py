@@ -102,7 +102,8 @@ def join_casts(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
         return None
     (value,), to = before.input, scope.known_dtype(node.output[0])
     source, between = scope.known_dtype(value), scope.known_dtype(node.input[0])
-    if between.kind not in "iu":
+    if between.kind not in "iu" or not {source.kind, to.kind} <= {*"biuf"}:
+        # Texts, and types that NumPy lacks, have other ends.
         return None
     low, high = limits(value, scope)
     ends = np.iinfo(between)
@@ -130,5 +131,8 @@ def _without_sign(value: str, to: np.dtype[Any], builder: Builder) -> str:
     if to.kind != "f":
         return result
     negative = builder.add("Less", value, builder.store(np.array(0, np.int64)))
-    larger = builder.add("Add", result, builder.store(np.array(2.0**64, to)))
+    with np.errstate(over="ignore"):
+        # It is infinite in float16, as these integers are.
+        end = np.array(2.0**64, to)
+    larger = builder.add("Add", result, builder.store(end))
     return builder.add("Where", negative, larger, result)

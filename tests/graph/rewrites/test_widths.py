@@ -72,7 +72,7 @@ def values(dtype: str, between: str) -> Any:
 @pytest.mark.parametrize("dtype", ["float", "bool", *INTEGERS])
 def test_two_casts_of_integers_are_one(dtype: str) -> None:
     joined = set[str]()
-    for between, result in itertools.product(INTEGERS, ["float", "bool", *INTEGERS]):
+    for between, result in itertools.product(INTEGERS, ["float", "float16", "bool", *INTEGERS]):
         casts = f"h = Cast <to = {to(between)}> (x) y = Cast <to = {to(result)}> (h)"
         model = parsed(f"({dtype}[64] x) => ({result}[64] y) {{ {casts} }}", 13)
         after = onnx.ModelProto.FromString(model.SerializeToString())
@@ -85,6 +85,17 @@ def test_two_casts_of_integers_are_one(dtype: str) -> None:
         assert found.dtype == expected.dtype
         np.testing.assert_allclose(found.astype(float), expected.astype(float), 1e-6)
     assert {"int8", "uint8", "int16", "uint16", "uint64"} <= joined
+
+
+@pytest.mark.parametrize("ends", [("string", "float"), ("int64", "string"), ("int64", "bfloat16")])
+@pytest.mark.parametrize("between", ["uint8", "uint64"])
+def test_casts_of_texts_and_of_types_that_numpy_lacks_stay(
+    ends: tuple[str, str], between: str
+) -> None:
+    given, made = ends
+    casts = f"h = Cast <to = {to(between)}> (x) y = Cast <to = {to(made)}> (h)"
+    model = parsed(f"({given}[4] x) => ({made}[4] y) {{ {casts} }}", 13)
+    assert not apply(model, [join_casts], None, {}).names
 
 
 @needs_qnn
