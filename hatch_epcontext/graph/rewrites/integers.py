@@ -136,8 +136,11 @@ def _bytes(node: onnx.NodeProto, scope: Scope, builder: Builder) -> Outputs:
     if to in _FLOATS:
         whole = builder.add("Cast", value, to=onnx.TensorProto.INT32)
         return [builder.add("Cast", builder.add("Abs", whole), to=to)]
-    rest = in_bits(value, scope.known_dtype(value), np.dtype(np.uint8), builder)
-    return [builder.add("Cast", rest, to=to)]
+    dtype, wide = scope.known_dtype(value), np.dtype(np.int32)
+    if dtype.itemsize < wide.itemsize:
+        # An int8 is never 256, and older opsets have no Div of 16 bits.
+        value, dtype = builder.add("Cast", value, to=onnx.TensorProto.INT32), wide
+    return [builder.add("Cast", in_bits(value, dtype, np.dtype(np.uint8), builder), to=to)]
 
 
 def in_bits(value: str, dtype: np.dtype[Any], to: np.dtype[Any], builder: Builder) -> str:

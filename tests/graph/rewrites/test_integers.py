@@ -40,6 +40,8 @@ def feeds(source: onnx.ModelProto) -> Mapping[str, Any]:
         "t": ROWS,
         "i": OUTSIDE,
         "b": WHOLE.astype(np.uint8),
+        "c": WHOLE.astype(np.int8),
+        "d": WHOLE.astype(np.uint16),
         "u": OUTSIDE + 0.5,
         "f": FEW,
     }
@@ -60,6 +62,8 @@ def feeds(source: onnx.ModelProto) -> Mapping[str, Any]:
         ("truth", "y = Cast<to=9>(x)"),
         ("bytes", f"(uint8[1, {SIZE}] b) => (y) {{ y = Cast<to=1>(b) }}"),
         ("bytes", "a = Cast<to=6>(x) y = Cast<to=2>(a)"),
+        ("bytes", f"(int8[1, {SIZE}] c) => (y) {{ y = Cast<to=2>(c) }}"),
+        ("bytes", f"(uint16[1, {SIZE}] d) => (y) {{ y = Cast<to=2>(d) }}"),
         ("indices", f"{TAKEN} {{ y = GatherElements<axis=1>(t, i) }}"),
         ("indices", f"{TAKEN} {{ j = Cast<to=6>(i) y = Gather<axis=1>(t, j) }}"),
         (
