@@ -149,9 +149,8 @@ def with_moved_decisions(
 
 def _decides(node: onnx.NodeProto, scope: Scope) -> bool:
     """Whether the results of ``node`` jump where its operands differ little."""
-    dtype = scope.dtype(node.output[0])
-    is_whole = node.op_type == "Cast" and dtype is not None and dtype.kind in "iu"
-    return is_whole or graph.operator(node) in operators.DECIDES
+    is_rounded = node.op_type == "Cast" and scope.is_whole(node.output[0])
+    return is_rounded or graph.operator(node) in operators.DECIDES
 
 
 class _EmulatedGraph:

@@ -38,7 +38,7 @@ def board(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(board: Path, name: str, **facts: Any) -> Path:
-    """A file beside ``board`` with another machine; facts that are None are missing."""
+    """A file beside ``board`` with another machine."""
     machine = {**json.loads(board.read_bytes()), **facts}
     file = board.parent / name
     file.write_text(json.dumps(machine), "utf-8")

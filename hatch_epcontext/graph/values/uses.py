@@ -184,7 +184,7 @@ class UsesOfInputs:
         for term in self._numbers(name):
             uses, factor = self.of[term.input], abs(term.scale)
             uses.scale = min(uses.scale, factor)
-            if self._is_whole(name):
+            if self.scope.is_whole(name):
                 uses.gain = max(uses.gain, factor)
 
     def _add(self, node: onnx.NodeProto) -> None:
@@ -239,7 +239,7 @@ class UsesOfInputs:
 
     def _add_sum(self, node: onnx.NodeProto) -> None:
         """Integers of which many are added up are so small that the sum is one."""
-        if node.op_type not in ("CumSum", "ReduceSum") or not self._is_whole(node.input[0]):
+        if node.op_type not in ("CumSum", "ReduceSum") or not self.scope.is_whole(node.input[0]):
             return
         sizes = self.scope.sizes(node.input[0]) or ()
         count = math.prod(sizes[axis] or 1 for axis in self.scope.axes(node) or ())
@@ -327,11 +327,6 @@ class UsesOfInputs:
             deviation = np.sqrt(variance.astype(np.float64)).reshape(shape)
             self._add_center(node.input[0], Center(mean.reshape(shape), deviation))
 
-    def _is_whole(self, name: str) -> bool:
-        """Whether a value has integers."""
-        dtype = self.scope.dtype(name)
-        return dtype is not None and dtype.kind in "iu"
-
     def _numbers(self, name: str) -> Iterator[LinearTerm]:
         """The terms of a value that are numbers."""
         return (term for term in self._terms.of(name) if not (term.truth or term.masked))
@@ -343,7 +338,7 @@ class UsesOfInputs:
     def _add_product(self, node: onnx.NodeProto) -> None:
         """Integers that a graph multiplies by each other are so small that three fit into 32 bits."""
         is_stored = any(self.scope.constant(name) is not None for name in node.input)
-        if node.op_type != "Mul" or not self._is_whole(node.output[0]) or is_stored:
+        if node.op_type != "Mul" or not self.scope.is_whole(node.output[0]) or is_stored:
             return
         for term in (term for name in node.input for term in self._numbers(name)):
             self.of[term.input].product = LARGEST_OF_32_BITS ** (2 / 3)
@@ -362,7 +357,7 @@ class UsesOfInputs:
         by a large integer is of larger ones.
         """
         divisors = self.scope.constant(node.input[1])
-        if divisors is None or not self._is_whole(node.input[0]):
+        if divisors is None or not self.scope.is_whole(node.input[0]):
             return
         is_modulo = node.op_type == "Mod"
         is_long = are_long(divisors, BUCKETS if is_modulo else LONG)

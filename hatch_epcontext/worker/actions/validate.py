@@ -375,7 +375,9 @@ def _format(request: ValidateRequest) -> NumberFormat | None:
 def _emulate(
     request: ValidateRequest, expected: Reference, tolerance: Tolerance
 ) -> tuple[Divergence, Levels] | tuple[None, None]:
-    """The model in the target's number format, and how near that is; None if it cannot be emulated."""
+    """The model in the target's number format, and how near that is; twice None if it cannot be
+    emulated.
+    """
     format_ = _format(request)
     if format_ is None or request.prepared is None:
         return None, None

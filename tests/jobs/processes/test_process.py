@@ -284,7 +284,6 @@ def test_a_worker_that_floods_its_log_is_stopped(
     tmp_path: Path, check: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hatch_epcontext.jobs.processes.failures.LOG_LIMIT", 10**6)
-    monkeypatch.setattr("hatch_epcontext.jobs.processes.failures.LOG_LIMIT", 10**6)
     check.write_text(
         "import os\nwhile True: os.write(1, b'x' * 10_000_000 + b'\\nthe end\\n')\n",
         encoding="utf-8",
