@@ -40,6 +40,11 @@ _ROWWISE = operators.ELEMENTWISE | operators.RESHAPING | operators.GATHERS | {"C
 _MAX_PICKS = 4
 """The most selections of what a TopK has selected that are followed: detectors have one or two."""
 
+_MAX_WAYS = 2**12
+"""The most values, each by one order of selections, that are followed: where sums join what is selected with
+what is not, their number grows with the fourth power of the graph's length.
+"""
+
 _MAX_REST = 2**24
 """The most bytes of the rest of a model that is kept with the reference."""
 
@@ -255,7 +260,7 @@ class _Finder:
         """The values that are made of the ``indices`` of a TopK, with how they are picked on the way."""
         waiting: list[tuple[str, tuple[Pick, ...]]] = [(indices, ())]
         seen = set[tuple[str, tuple[Pick, ...]]]()
-        while waiting:
+        while waiting and len(seen) < _MAX_WAYS:
             value = waiting.pop()
             if value in seen:
                 continue

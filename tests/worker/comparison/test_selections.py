@@ -429,6 +429,20 @@ def test_what_is_gathered_in_another_order_than_that_of_a_topk_has_no_ties() -> 
     assert {*find_selections(made).ties} == {"z"}
 
 
+def test_not_all_ways_are_followed_where_sums_join_what_is_gathered_again_and_again() -> None:
+    steps = (
+        f"g{n} = Gather (i{n}, best) i{n + 1} = Add (g{n}, i{n})" if n else "i1 = Neg (i0)"
+        for n in range(40)
+    )
+    made = parsed(
+        f"""(float[9] x) => (int64[9] y) <int64[1] k = {{9}}> {{
+            r = Relu (x) best = ArgMax <axis = 0> (r) values, i0 = TopK (r, k)
+            {" ".join(steps)} y = Identity (i40) }}""",
+        check=False,
+    )
+    assert 0 < len(find_selections(made).ties["y"]) < 10_000
+
+
 def test_other_uses_of_a_topk_are_no_selections() -> None:
     made = parsed("""(float[2, 50] x) => (float[2, 5] y) <int64[1] k = {5}> {
             values, numbers = TopK (x, k)
