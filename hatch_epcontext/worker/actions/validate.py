@@ -45,7 +45,6 @@ from hatch_epcontext.worker.comparison.emulation import (
     without_chance,
 )
 from hatch_epcontext.worker.comparison.levels import Level, Levels, choose, is_whole
-from hatch_epcontext.worker.comparison.measures import SENSITIVE
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     ReferenceRun,
@@ -61,6 +60,7 @@ from hatch_epcontext.worker.protocol import announce
 from hatch_epcontext.worker.requests import ValidateRequest
 from hatch_epcontext.worker.results import (
     GAIN,
+    SENSITIVE,
     Agreement,
     AgreementStatus,
     Emulation,

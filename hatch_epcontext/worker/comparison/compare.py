@@ -13,9 +13,16 @@ from hatch_epcontext.frozen import dataclass
 from hatch_epcontext.providers import Tolerance
 from hatch_epcontext.worker.comparison.emulation import Decisions
 from hatch_epcontext.worker.comparison.levels import Level, Levels
-from hatch_epcontext.worker.comparison.measures import SENSITIVE, worst_agreements
+from hatch_epcontext.worker.comparison.measures import worst_agreements
 from hatch_epcontext.worker.comparison.runs import Reference, ReferenceRun, Side, sides, tells
-from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement, AgreementStatus, Nearness
+from hatch_epcontext.worker.results import (
+    GAIN,
+    NOTHING,
+    SENSITIVE,
+    Agreement,
+    AgreementStatus,
+    Nearness,
+)
 
 
 @dataclass(frozen=True)

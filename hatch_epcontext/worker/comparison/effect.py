@@ -13,9 +13,8 @@ from hatch_epcontext.graph.number_format import NumberFormat
 from hatch_epcontext.worker.comparison.diverging import Divergence, describe
 from hatch_epcontext.worker.comparison.emulation import FormattedModel
 from hatch_epcontext.worker.comparison.levels import Level, Levels
-from hatch_epcontext.worker.comparison.measures import SENSITIVE
 from hatch_epcontext.worker.comparison.runs import Reference
-from hatch_epcontext.worker.results import GAIN, NOTHING, Agreement, Emulation
+from hatch_epcontext.worker.results import GAIN, NOTHING, SENSITIVE, Agreement, Emulation
 
 _FLAT = 0.1
 """The share of an output's values that may change by less than the distance of the format's numbers."""

@@ -35,8 +35,13 @@ from hatch_epcontext.graph.rounding import (
 from hatch_epcontext.graph.scope import Scope, Types
 from hatch_epcontext.graph.selections import with_reads
 from hatch_epcontext.providers import Tolerance
-from hatch_epcontext.worker.comparison.levels import WORTH_RUNNING, Level, Levels, is_whole
-from hatch_epcontext.worker.comparison.measures import SENSITIVE
+from hatch_epcontext.worker.comparison.levels import (
+    MAX_RARE,
+    WORTH_RUNNING,
+    Level,
+    Levels,
+    is_whole,
+)
 from hatch_epcontext.worker.comparison.runs import (
     Reference,
     ReferenceRun,
@@ -44,17 +49,12 @@ from hatch_epcontext.worker.comparison.runs import (
     run_frames,
 )
 from hatch_epcontext.worker.ort_values import value_types
+from hatch_epcontext.worker.results import SENSITIVE
 from hatch_epcontext.worker.session import open_unoptimized
 from hatch_epcontext.worker.synthetic import NEAR, far_values
 
 _HALVINGS = 4
 """How often the span of sizes in which wrong results begin is halved: to less than a tenth of a size."""
-
-_MAX_RARE = 1 / 8
-"""The share of usual samples up to which wrong ones are rare. Measured with float16: none, or all, of the
-samples of models with layers; 6 % where a hyperbolic cosine is large for a few; 42 % where a logarithm is of
-powers that the format lacks.
-"""
 
 _MAX_UNDECIDED = 1 / 4
 """The share of usual samples up to which those are exceptions in which rounding flips decisions. Measured
@@ -261,7 +261,7 @@ def with_rare(levels: Levels) -> Levels:
     """
     usual = [level for level in levels if level.run.usual]
     wrong = [level for level in usual if level.margin < 0]
-    if levels[0].margin < 0 or len(wrong) > _MAX_RARE * len(usual):
+    if levels[0].margin < 0 or len(wrong) > MAX_RARE * len(usual):
         return levels
     return Levels(replace(level, rare=level.run.usual and level.margin < 0) for level in levels)
 

@@ -66,10 +66,6 @@ _NOISE = 0.5
 TINY = 1e-30
 """The signal of zeros; smaller values are zeros."""
 
-SENSITIVE = 10.0
-"""A run or emulation with a smaller margin in decibels shows that other inputs may exceed the limit: float16
-errors differ by as much between inputs."""
-
 _Axes = tuple[int, ...] | None
 
 _Row = tuple[float, Slice]
