@@ -23,6 +23,7 @@ from hatch_epcontext.serialize import value_sha256
 from hatch_epcontext.worker.results import (
     FEW_SAMPLES,
     GAIN,
+    SENSITIVE,
     Context,
     Coverage,
     Nearness,
@@ -207,8 +208,10 @@ def _verdict_of(validated: Collection[Validated]) -> Verdict | None:
         return Verdict("beaten", margin, gap)
     is_compared = any(validation.agreements for validation in validations)
     unusual = sum(one.unusual for one in validated)
-    is_sensitive = unusual or any(validation.sensitive for validation in validations)
     emulations = [v.emulation for v in validations if v.emulation is not None]
+    # Rare samples near their limits make no model sensitive, but rewrites may help them.
+    is_near = bool(emulations) and margin < SENSITIVE
+    is_sensitive = unusual or is_near or any(validation.sensitive for validation in validations)
     return Verdict(
         "sensitive" if is_sensitive else "agrees" if is_compared else "not-run",
         # No run is beyond the limits; an emulation may be.

@@ -310,14 +310,17 @@ def _judge(
     emulated: Levels | None,
 ) -> Validation:
     """``validation``, where nothing differs, with what the number format explains of the errors."""
+    is_near = True
     if divergence and emulated:
         ordinary = emulated.ordinary
-        emulation = effect(divergence, ordinary, ordinary.corrected(levels))
+        corrected = ordinary.corrected(levels)
+        emulation = effect(divergence, ordinary, corrected)
+        is_near = not ordinary.are_seldom_near(corrected)
     elif (format_ := _format(request)) is not None:
         emulation = Emulation(format_.name, format_.seen)
     else:
         return validation
-    judged = tuple(_judged(item, emulation) for item in validation.agreements)
+    judged = tuple(_judged(item, emulation, is_near=is_near) for item in validation.agreements)
     return replace(validation, agreements=judged, emulation=emulation)
 
 
@@ -352,12 +355,15 @@ def _beaten(request: ValidateRequest, emulated: Levels) -> Emulation | None:
     return Emulation(format_.name, format_.seen, len(emulated), agreement)
 
 
-def _judged(agreement: Agreement, emulation: Emulation) -> Agreement:
-    """``agreement``, or a sensitive one if other inputs may disagree because of the EP's number format."""
+def _judged(agreement: Agreement, emulation: Emulation, *, is_near: bool) -> Agreement:
+    """``agreement``, or a sensitive one if other inputs may disagree because of the EP's number format.
+
+    ``is_near``: whether a small margin says something of these.
+    """
     if agreement.status is not AgreementStatus.AGREES:
         return agreement
     reason = emulation.reason if emulation.seen else None
-    if agreement.margin is not None and agreement.margin < SENSITIVE:
+    if is_near and agreement.margin is not None and agreement.margin < SENSITIVE:
         reason = reason or f"it is only {agreement.margin:.0f} dB above its limit"
     if reason is None:
         return agreement

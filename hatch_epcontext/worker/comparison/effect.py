@@ -24,7 +24,7 @@ def effect(divergence: Divergence, emulated: Levels, levels: Levels) -> Emulatio
     """The effect of the format on samples, as ``emulated``; ``levels``: corrected by what the target ran."""
     model, reference = divergence.model, divergence.reference
     worst, margin, reason, hurt = levels.worst, levels.margin, None, None
-    if margin < SENSITIVE:
+    if margin < SENSITIVE and not emulated.are_seldom_near(levels):
         reason = _reason(divergence, worst)
     elif hurt := next(divergence.hurt(levels), None) or _flat(reference, model.format):
         reason = hurt

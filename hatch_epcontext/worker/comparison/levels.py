@@ -14,7 +14,7 @@ from hatch_epcontext.worker.comparison.runs import (
     with_changes,
     with_telling,
 )
-from hatch_epcontext.worker.results import FEW_SAMPLES, NOTHING, SENSITIVE, Agreement
+from hatch_epcontext.worker.results import FEW_SAMPLES, GAIN, NOTHING, SENSITIVE, Agreement
 
 MAX_RARE = 1 / 8
 """The share of usual samples up to which wrong ones are rare. Measured with float16: none, or all, of the
@@ -125,6 +125,16 @@ class Levels(tuple[Level, ...]):
             return Levels(ran)
         by_name = {level.run.name: level for level in ran}
         return Levels(by_name.get(level.run.name, level) for level in self)
+
+    def are_seldom_near(self, corrected: Levels) -> bool:
+        """Whether few samples, not the first, are near their limits, ``corrected`` by what the target ran, and it
+        is no worse than the emulation: nothing speaks against the others.
+        """
+        near = [level for level in corrected if level.run.usual and level.margin < SENSITIVE]
+        return len(near) <= MAX_RARE * sum(level.run.usual for level in self) and all(
+            level.run is not self[0].run and level.margin >= self.of(level.run).margin - GAIN
+            for level in near
+        )
 
 
 def choose(
