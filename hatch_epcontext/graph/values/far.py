@@ -79,8 +79,10 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     )
     if not is_float(dtype):
         scaled = expected(uses.scale) if uses.scale < 1 else 0.0
-        reach = max(uses.reach, uses.divided.reach, uses.turns, scaled)
+        counted = uses.powers.size if math.isfinite(uses.powers.size) else 0.0
+        reach = max(uses.reach, uses.divided.reach, uses.turns, scaled, counted)
         reach = 0.0 if ordinary.is_firm else reach
+        ordinary = _as_scaled(facts, ordinary, uses)
         ordinary, allowed = _within_integers(ordinary, LARGEST_OF_32_BITS // uses.gain)
         ordinary, beyond_end = _within_exponents(facts, ordinary, uses)
         gain = max(uses.gain, uses.product)
@@ -108,6 +110,14 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     elif not (far or ordinary.shifted or ordinary.standardized) and uses.scale < SCALING:
         far.append(Far(centers=(0.0,), spreads=(expected(uses.scale) / DEVIATIONS,)))
     return replace(ordinary, far=tuple(far), sound=sound)
+
+
+def _as_scaled(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
+    """``ordinary``, if it is a guess, up to the integers that a graph scales to 1, as 1000 millimetres."""
+    if ordinary.known or uses.is_signal:
+        return ordinary
+    high = min(round(1 / uses.scale), dtype_bounds(facts)[1], FLOAT16.largest)
+    return replace(ordinary, high=max(ordinary.high, high))
 
 
 def _within_end(ordinary: Range, uses: Uses) -> tuple[Range, list[Far]]:

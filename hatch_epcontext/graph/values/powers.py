@@ -477,7 +477,7 @@ _Rule = Callable[[_Follower, onnx.NodeProto, Sequence[_Sum]], "_Sum | None"]
 
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(
-        operators.MOVES | operators.EXTREMES | {"Cast"},
+        operators.MOVES | operators.PADS | operators.EXTREMES | {"Cast"},
         lambda follower, node, operands: operands[0],
     ),
     **dict.fromkeys(operators.MEANS | {"ReduceSum"}, _Follower.reduce),

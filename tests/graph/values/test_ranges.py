@@ -422,6 +422,43 @@ def test_integers_that_nothing_bounds_are_bytes() -> None:
     assert found["j"] == Range(-128, 127, known=False, whole=True)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "high"),
+    [
+        ("f = Cast <to = 1> (i) y = Div (f, thousand)", 1000),
+        ("f = Cast <to = 1> (i) h = Mul (f, small) y = Tanh (h)", 4000),
+        ("h = Div (i, thousand) y = Cast <to = 1> (h)", 1000),
+        # Up to the end of float16, and no fewer than bytes.
+        ("f = Cast <to = 1> (i) h = Div (f, thousand) y = Div (h, thousand)", 65504),
+        ("f = Cast <to = 1> (i) y = Div (f, ten)", 255),
+    ],
+)
+def test_integers_that_are_scaled_go_up_to_what_is_scaled_to_1(nodes: str, high: int) -> None:
+    found = ranges(
+        f"""(int32[3] i) => (y) <float ten = {{10}}, float thousand = {{1000}}, float small = {{0.00025}}> {{
+        {nodes} }}""".replace("Div (i, thousand)", "Div (i, whole)"),
+        whole=np.int32(1000),
+    )
+    assert (found["i"].low, found["i"].high) == (0, high)
+
+
+@pytest.mark.parametrize(("dividend", "reach"), [("f", 2**19), ("one", 0)])
+def test_integers_of_which_a_quotient_is_taken_are_counts(dividend: str, reach: float) -> None:
+    found = all_of(
+        f"""(int32[1, 1, 9] x) => (float[1, 1, 9] y) <float one = {{1}}> {{ f = Cast <to = 1> (x)
+        p = Pad <mode = "reflect"> (f, pads) t = Conv (p, w) y = Div ({dividend}, t) }}""",
+        pads=np.array([0, 0, 1, 0, 0, 1]),
+        w=np.full((1, 1, 3), 1 / 3, np.float32),
+    )
+    assert found["x"].reach == reach
+
+
+def test_bytes_that_are_scaled_stay_bytes() -> None:
+    found = ranges("""(uint8[3] i) => (y) <float k = {1000}> {
+        f = Cast <to = 1> (i) y = Div (f, k) }""")
+    assert found["i"].high == 255
+
+
 def test_a_number_is_the_one_with_which_it_is_compared() -> None:
     found = ranges("(int64 rate) => (bool[] y) <int64 known = {16000}> { y = Equal (rate, known) }")
     assert found["rate"] == index(16000, 16000)
