@@ -127,8 +127,8 @@ class Levels(tuple[Level, ...]):
         return Levels(by_name.get(level.run.name, level) for level in self)
 
     def are_seldom_near(self, corrected: Levels) -> bool:
-        """Whether few samples, not the first, are near their limits, ``corrected`` by what the target ran, and it
-        is no worse than the emulation: nothing speaks against the others.
+        """Whether few samples, not the first, are near their limits, ``corrected`` by what the target ran,
+        and it is no worse than the emulation: nothing speaks against the others.
         """
         near = [level for level in corrected if level.run.usual and level.margin < SENSITIVE]
         return len(near) <= MAX_RARE * sum(level.run.usual for level in self) and all(

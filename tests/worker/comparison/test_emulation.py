@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from hatch_epcontext.worker.comparison.emulation import (
     with_rare,
     without_chance,
 )
-from hatch_epcontext.worker.comparison.levels import Levels, choose
+from hatch_epcontext.worker.comparison.levels import Level, Levels, choose
 from hatch_epcontext.worker.comparison.runs import Facts, Reference, ReferenceRun
 from hatch_epcontext.worker.covered import describe_values
 from hatch_epcontext.worker.reference import reference
@@ -753,6 +754,33 @@ def test_many_usual_samples_that_the_format_makes_wrong_are_not_rare(tmp_path: P
     _, levels = emulated(log_of_power(), tmp_path)
     assert levels.margin < 0
     assert with_rare(levels) == levels
+
+
+def test_few_samples_near_their_limits_make_no_model_sensitive(tmp_path: Path) -> None:
+    divergence, levels = emulated(parsed(CATENARY), tmp_path)
+    levels = with_rare(conditioned(levels, divergence.model, divergence.reference, QNN))
+
+    def near(are_near: Callable[[Level], bool]) -> Levels:
+        """The levels, of which some are 5 dB above their limits."""
+        return Levels(_with_margin(level, 5.0) if are_near(level) else level for level in levels)
+
+    usual = [level for level in levels if level.counts]
+    few, first, many = (
+        near(lambda level: level is usual[1]),
+        near(lambda level: level is usual[0]),
+        near(lambda level: level in usual[1::2]),
+    )
+    assert few.margin == first.margin == many.margin == 5
+    assert effect(divergence, few, few).reason is None
+    for sensitive in (first, many):
+        assert "leaves 25 dB" in (effect(divergence, sensitive, sensitive).reason or "")
+    # The target is worse than its emulation, and may be so for the samples that it did not run.
+    assert "leaves 25 dB" in (effect(divergence, levels, few).reason or "")
+
+
+def _with_margin(level: Level, margin: float) -> Level:
+    assert level.nearest is not None
+    return replace(level, nearest=replace(level.nearest, margin=margin))
 
 
 @pytest.mark.parametrize(("scale", "counts"), [(1e-3, False), (1e-6, True)])
