@@ -131,8 +131,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what has been collected, which takes it most of its time."""
-    gc.freeze()
+    """Let the garbage collector look seldom at what has been collected, which takes it most of its time."""
+    # Not frozen: hypothesis asks it who refers to a generator of random numbers.
+    gc.set_threshold(100_000)
     gc.enable()
 
 
