@@ -114,9 +114,9 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
 
 def _as_scaled(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     """``ordinary``, if it is a guess, up to the integers that a graph scales to 1, as 1000 millimetres."""
-    if ordinary.known or uses.is_signal:
+    if ordinary.known or (uses.is_signal and not looks_like_image(facts)):
         return ordinary
-    high = min(round(1 / uses.scale), dtype_bounds(facts)[1], FLOAT16.largest)
+    high = min(round(uses.one), dtype_bounds(facts)[1], FLOAT16.largest)
     return replace(ordinary, high=max(ordinary.high, high))
 
 

@@ -150,6 +150,11 @@ def _bounds(
             if name in names:
                 reached[name].append(bound)
     uses.add_outputs(value.name for value in main.output)
+    for facts in tensors:
+        if numpy_dtype(facts.dtype).kind in "iu" and uses.of[facts.name].scale < 1:
+            # What is scaled is a number, also if it hides others where it is 0, as distances without an echo.
+            own = reached[facts.name]
+            reached[facts.name] = [bound for bound in own if bound.kind != "mask"]
     return reached, uses
 
 

@@ -72,12 +72,13 @@ class Uses:
 
     ``centers``: constants that it subtracts, or compares with. ``indexed``: the size of an axis in which they
     are indices. ``is_signal``: whether a filter reads them. ``scale``: the smallest factor by which it
-    multiplies them. ``gain``: as in `Range`, of what it multiplies by stored integers; ``product``: of what
-    it multiplies by each other. ``floats`` and ``reach``: as in `Range`. ``divided``: by what it divides
-    them. ``skipping``: the value for which a Loop has no iteration. ``is_shifted``: whether it subtracts
-    them, as floats, from neighbours, their mean or another input; ``is_ordered``: whether it compares them,
-    as floats, with each other, or finds where the largest are; ``is_activated``: whether an activation reads
-    them. ``powers``: how large they may be because of their powers. ``beside``: the largest constant that it
+    multiplies them; ``one``: the largest of them that it makes smaller, to 1. ``gain``: as in `Range`, of
+    what it multiplies by stored integers; ``product``: of what it multiplies by each other. ``floats`` and
+    ``reach``: as in `Range`. ``divided``: by what it divides them. ``skipping``: the value for which a Loop
+    has no iteration. ``is_shifted``: whether it subtracts them, as floats, from neighbours, their mean or
+    another input; ``is_ordered``: whether it compares them, as floats, with each other, or finds where the
+    largest are; ``is_activated``: whether an activation reads them. ``powers``: how large they may be because
+    of their powers. ``beside``: the largest constant that it
     adds to them. ``turn``: the shortest turn of what they count, such as hours; infinite for angles.
     ``is_weight``: whether it multiplies stored numbers that differ, such as coordinates, by them.
     ``exponents``: between which integers, as exponents of a stored number, the power is a float16;
@@ -90,6 +91,7 @@ class Uses:
     indexed: float = 0.0
     is_signal: bool = False
     scale: float = 1.0
+    one: float = 0.0
     gain: float = 1.0
     product: float = 1.0
     floats: InFloats | None = None
@@ -184,6 +186,10 @@ class UsesOfInputs:
         for term in self._numbers(name):
             uses, factor = self.of[term.input], abs(term.scale)
             uses.scale = min(uses.scale, factor)
+            if 0 < factor < 1:
+                # What is subtracted may be the level of black; more than full scale are rows of a table.
+                black = max(term.input_of(0.0), 0.0)
+                uses.one = max(uses.one, 1 / factor + (black if black * factor <= 1 else 0.0))
             if self.scope.is_whole(name):
                 uses.gain = max(uses.gain, factor)
 

@@ -428,6 +428,12 @@ def test_integers_that_nothing_bounds_are_bytes() -> None:
         ("f = Cast <to = 1> (i) y = Div (f, thousand)", 1000),
         ("f = Cast <to = 1> (i) h = Mul (f, small) y = Tanh (h)", 4000),
         ("h = Div (i, thousand) y = Cast <to = 1> (h)", 1000),
+        ("f = Cast <to = 1> (i) c = Sub (f, ten) y = Div (c, thousand)", 1010),
+        # Its truth hides others: nothing comes back.
+        (
+            "f = Cast <to = 1> (i) d = Div (f, thousand) n = Equal (i, none) y = Where (n, ten, d)",
+            1000,
+        ),
         # Up to the end of float16, and no fewer than bytes.
         ("f = Cast <to = 1> (i) h = Div (f, thousand) y = Div (h, thousand)", 65504),
         ("f = Cast <to = 1> (i) y = Div (f, ten)", 255),
@@ -438,8 +444,15 @@ def test_integers_that_are_scaled_go_up_to_what_is_scaled_to_1(nodes: str, high:
         f"""(int32[3] i) => (y) <float ten = {{10}}, float thousand = {{1000}}, float small = {{0.00025}}> {{
         {nodes} }}""".replace("Div (i, thousand)", "Div (i, whole)"),
         whole=np.int32(1000),
+        none=np.int32(0),
     )
     assert (found["i"].low, found["i"].high) == (0, high)
+
+
+def test_counts_of_pictures_go_up_to_what_is_scaled_to_1() -> None:
+    text = """(int32[1, 1, 8, 8] x) => (y) <float black = {256}, float white = {3839}> { f = Cast <to = 1> (x)
+        c = Sub (f, black) d = Div (c, white) y = Conv (d, w) }"""
+    assert ranges(text, w=np.ones((1, 1, 3, 3), np.float32))["x"].high == 4095
 
 
 @pytest.mark.parametrize(("dividend", "reach"), [("f", 2**19), ("one", 0)])
