@@ -79,8 +79,8 @@ def with_far(facts: TensorFacts, ordinary: Range, uses: Uses) -> Range:
     )
     if not is_float(dtype):
         scaled = expected(uses.scale) if uses.scale < 1 else 0.0
-        counted = uses.powers.size if math.isfinite(uses.powers.size) else 0.0
-        reach = max(uses.reach, uses.divided.reach, uses.turns, scaled, counted)
+        of_powers = uses.powers.size if math.isfinite(uses.powers.size) else 0.0
+        reach = max(uses.reach, uses.divided.reach, uses.turns, scaled, of_powers)
         reach = 0.0 if ordinary.is_firm else reach
         ordinary = _as_scaled(facts, ordinary, uses)
         ordinary, allowed = _within_integers(ordinary, LARGEST_OF_32_BITS // uses.gain)

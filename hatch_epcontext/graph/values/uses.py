@@ -72,14 +72,14 @@ class Uses:
 
     ``centers``: constants that it subtracts, or compares with. ``indexed``: the size of an axis in which they
     are indices. ``is_signal``: whether a filter reads them. ``scale``: the smallest factor by which it
-    multiplies them; ``one``: the largest of them that it makes smaller, to 1. ``gain``: as in `Range`, of
-    what it multiplies by stored integers; ``product``: of what it multiplies by each other. ``floats`` and
+    multiplies them; ``one``: the largest value that it scales to 1. ``gain``: as in `Range`, of what it
+    multiplies by stored integers; ``product``: of what it multiplies by each other. ``floats`` and
     ``reach``: as in `Range`. ``divided``: by what it divides them. ``skipping``: the value for which a Loop
     has no iteration. ``is_shifted``: whether it subtracts them, as floats, from neighbours, their mean or
     another input; ``is_ordered``: whether it compares them, as floats, with each other, or finds where the
     largest are; ``is_activated``: whether an activation reads them. ``powers``: how large they may be because
-    of their powers. ``beside``: the largest constant that it
-    adds to them. ``turn``: the shortest turn of what they count, such as hours; infinite for angles.
+    of their powers. ``beside``: the largest constant that it adds to them. ``turn``: the shortest turn of
+    what they count, such as hours; infinite for angles.
     ``is_weight``: whether it multiplies stored numbers that differ, such as coordinates, by them.
     ``exponents``: between which integers, as exponents of a stored number, the power is a float16;
     ``vanishing``: up to which of these it is none, because it is too small; ``has_powers``: whether more than

@@ -17,9 +17,9 @@ from hatch_epcontext.worker.comparison.runs import (
 from hatch_epcontext.worker.results import FEW_SAMPLES, GAIN, NOTHING, SENSITIVE, Agreement
 
 MAX_RARE = 1 / 8
-"""The share of usual samples up to which wrong ones are rare. Measured with float16: none, or all, of the
-samples of models with layers; 6 % where a hyperbolic cosine is large for a few; 42 % where a logarithm is of
-powers that the format lacks.
+"""The share of usual samples up to which wrong ones, or those near their limits, are rare. Measured with
+float16: none, or all, of the samples of models with layers are wrong; 6 % where a hyperbolic cosine is large
+for a few; 42 % where a logarithm is of powers that the format lacks.
 """
 
 WORTH_RUNNING = 45.0

@@ -92,9 +92,9 @@ def test_two_casts_of_integers_are_one(dtype: str) -> None:
 def test_casts_of_texts_and_of_types_that_numpy_lacks_stay(
     ends: tuple[str, str], between: str
 ) -> None:
-    given, made = ends
-    casts = f"h = Cast <to = {to(between)}> (x) y = Cast <to = {to(made)}> (h)"
-    model = parsed(f"({given}[4] x) => ({made}[4] y) {{ {casts} }}", 13)
+    source, result = ends
+    casts = f"h = Cast <to = {to(between)}> (x) y = Cast <to = {to(result)}> (h)"
+    model = parsed(f"({source}[4] x) => ({result}[4] y) {{ {casts} }}", 13)
     assert not apply(model, [join_casts], None, {}).names
 
 

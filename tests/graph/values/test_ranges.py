@@ -427,9 +427,9 @@ def test_integers_that_nothing_bounds_are_bytes() -> None:
     [
         ("f = Cast <to = 1> (i) y = Div (f, thousand)", 1000),
         ("f = Cast <to = 1> (i) h = Mul (f, small) y = Tanh (h)", 4000),
-        ("h = Div (i, thousand) y = Cast <to = 1> (h)", 1000),
+        ("h = Div (i, whole) y = Cast <to = 1> (h)", 1000),
         ("f = Cast <to = 1> (i) c = Sub (f, ten) y = Div (c, thousand)", 1010),
-        # Its truth hides others: nothing comes back.
+        # Where it is 0, it hides another value.
         (
             "f = Cast <to = 1> (i) d = Div (f, thousand) n = Equal (i, none) y = Where (n, ten, d)",
             1000,
@@ -442,7 +442,7 @@ def test_integers_that_nothing_bounds_are_bytes() -> None:
 def test_integers_that_are_scaled_go_up_to_what_is_scaled_to_1(nodes: str, high: int) -> None:
     found = ranges(
         f"""(int32[3] i) => (y) <float ten = {{10}}, float thousand = {{1000}}, float small = {{0.00025}}> {{
-        {nodes} }}""".replace("Div (i, thousand)", "Div (i, whole)"),
+        {nodes} }}""",
         whole=np.int32(1000),
         none=np.int32(0),
     )
